@@ -1,14 +1,16 @@
-"""Comparison of the first step on the mesh with that on one process.
+"""Comparison of what two runs computed in a step: a mesh and one process.
 
 Note [Tolerance]: two layouts add the same numbers in another order. What that changes is a few
 roundings, relative to the norm of a gradient; where the sum itself is next to nothing (the bias of
 a key in attention has no gradient at all), relative to the norm of all gradients. In float64 much
 of a model may still compute in float32 (norms, softmax, the loss), hence its tolerance. The update
 is compared with that of the same gradients, so that it differs by the roundings of a norm at most.
+Where all of a model computes in float64, sums in another order differ by about 1e-15 per step: two
+such runs are compared by their largest entries, and their weights as they are.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +19,15 @@ from torch import Tensor
 
 from lightning_par.observe.report import StepRecord
 
-__all__ = ["Difference", "Tolerance", "compare_backwards", "compare_states", "tolerance_of"]
+__all__ = [
+    "EXACT",
+    "Difference",
+    "Tolerance",
+    "first_beyond",
+    "measure_backwards",
+    "measure_states",
+    "tolerance_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,10 @@ class Tolerance:
         nothing: Norm of the difference, relative to the norm of all gradients.
         update: Norm of the difference of a weight, relative to the norm of its update.
         rounding: Norm of the difference of a weight, relative to the norm of the weight.
+        factor: Norm of what no factor explains, relative to the norm.
+        least: What the norm of a tensor counts as if it is smaller.
+        order: Order of the norms; infinity gives the largest entry.
+        finite: Whether a value that is not finite differs from every other, also from an equal one.
     """
 
     loss: float
@@ -37,6 +51,25 @@ class Tolerance:
     nothing: float
     update: float
     rounding: float
+    factor: float = 1e-3
+    least: float = 0.0
+    order: float = 2.0
+    finite: bool = False
+
+    def norm(self, tensor: Tensor) -> float:
+        """Return the norm of a tensor."""
+        wide = _wide(tensor)
+        return float(torch.linalg.vector_norm(wide, self.order)) if wide.numel() else 0.0
+
+    def distance(self, got: Tensor, wanted: Tensor) -> float:
+        """Return the norm of the difference of two tensors."""
+        if self.finite:
+            return self.norm((_wide(got) - _wide(wanted)).nan_to_num(math.inf))
+        if torch.equal(got, wanted):
+            return 0.0
+        size = self.norm(_wide(got) - _wide(wanted))
+        same_nan = size != size and torch.equal(got.isfinite(), wanted.isfinite())
+        return 0.0 if same_nan else size
 
 
 _TOLERANCES = {
@@ -45,6 +78,15 @@ _TOLERANCES = {
     torch.bfloat16: Tolerance(loss=2e-2, gradient=0.1, nothing=3e-2, update=2e-2, rounding=1e-2),
     torch.float16: Tolerance(loss=5e-3, gradient=5e-2, nothing=1e-2, update=2e-2, rounding=2e-3),
 }
+EXACT = Tolerance(
+    **dict.fromkeys(("loss", "gradient", "rounding", "factor"), 1e-9),
+    nothing=0.0,
+    update=0.0,
+    least=1.0,
+    order=math.inf,
+    finite=True,
+)
+"""Tolerance of runs that compute in float64 throughout."""
 
 
 def tolerance_of(*dtypes: torch.dtype) -> Tolerance:
@@ -65,20 +107,37 @@ class Difference:
         name: FQN of the parameter or buffer; empty for a loss.
         got: The loss, or the norm, on the mesh.
         wanted: That on one process.
-        apart: Norm of the difference.
+        size: Norm of the difference.
+        excess: How many times what it may be it is.
         others: How many others of the same kind differ, too.
         factor: c, if what the mesh has is c times what one process has.
+        step: Step, counted from 0, where several were compared on every rank.
+        rank: Global rank then.
     """
 
     kind: Literal["loss", "closure", "gradient", "weight"]
-    name: str
+    name: str = ""
     got: float
     wanted: float
-    apart: float
+    size: float
+    excess: float = math.inf
     others: int = 0
     factor: float | None = None
+    step: int | None = None
+    rank: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """The absolute loss, or the norm, on one process."""
+        return abs(self.wanted)
 
     def __str__(self) -> str:
+        if self.step is not None:
+            of = f" of {self.name}" if self.name else ""
+            return (
+                f"the {self.kind}{of} at step {self.step} differs on rank {self.rank} by "
+                f"{self.size:.3g} (largest value {self.scale:.3g})"
+            )
         if self.kind == "loss":
             return (
                 f"the loss of the global batch is {self.got:.9g}, on one process {self.wanted:.9g}"
@@ -91,12 +150,20 @@ class Difference:
         more = f" ({self.others} more differ)" if self.others else ""
         return (
             f"{what} has the norm {self.got:.6g}, on one process {self.wanted:.6g}; the norm of "
-            f"the difference is {self.apart:.3g}{more}"
+            f"the difference is {self.size:.3g}{more}"
         )
 
 
-def compare_backwards(mesh: StepRecord, one: StepRecord, tolerance: Tolerance) -> Difference | None:
-    """Return how losses or gradients differ, None if they do not.
+def first_beyond(found: Iterable[Difference]) -> Difference | None:
+    """Return the first difference that is more than it may be, None if there is none."""
+    return next((difference for difference in found if difference.excess > 1), None)
+
+
+def measure_backwards(
+    mesh: StepRecord, one: StepRecord, tolerance: Tolerance
+) -> Iterator[Difference]:
+    """Give the differences of losses, then the largest among the gradients of every backward, and
+    that of the number of backwards, if there is one.
 
     Args:
         mesh: What the mesh computed; gradients that are None are not compared.
@@ -104,46 +171,42 @@ def compare_backwards(mesh: StepRecord, one: StepRecord, tolerance: Tolerance) -
         tolerance: For both.
     """
     for got, wanted in zip(mesh.losses, one.losses, strict=False):
-        apart = abs(got - wanted)
-        bound = tolerance.loss * max(1.0, abs(wanted))
-        if not apart <= bound and not (got != got and wanted != wanted) and got != wanted:
-            return Difference(kind="loss", name="", got=got, wanted=wanted, apart=apart)
+        alike = not tolerance.finite and (got == wanted or (got != got and wanted != wanted))
+        size = 0.0 if alike else abs(got - wanted)
+        excess = _excess(size, tolerance.loss * max(1.0, abs(wanted)))
+        yield Difference(kind="loss", got=got, wanted=wanted, size=size, excess=excess)
     for gradients, others in zip(mesh.gradients, one.gradients, strict=False):
         if gradients is None or others is None:
             continue
-        found = _compare_gradients(gradients, others, tolerance)
-        if found is not None:
-            return found
-    got, wanted = float(len(mesh.losses)), float(len(one.losses))
-    if got != wanted:
-        return Difference(kind="closure", name="", got=got, wanted=wanted, apart=got - wanted)
-    return None
+        yield from _measure_gradients(gradients, others, tolerance)
+    backwards, wanted = float(len(mesh.losses)), float(len(one.losses))
+    if backwards != wanted:
+        size = backwards - wanted
+        yield Difference(kind="closure", got=backwards, wanted=wanted, size=size, excess=math.inf)
 
 
-def _compare_gradients(
+def _measure_gradients(
     got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: Tolerance
-) -> Difference | None:
-    everything = _norm_of_all(wanted.values())
-    pairs: list[tuple[str, Tensor, Tensor, float]] = []
+) -> Iterator[Difference]:
+    everything = tolerance.nothing and math.hypot(*map(tolerance.norm, wanted.values()))
+    pairs = []
     for name in sorted({*got, *wanted}):
-        one = wanted.get(name)
-        mesh = got.get(name)
-        if mesh is None and one is None:
-            continue
-        one = torch.zeros_like(mesh) if one is None else one  # type: ignore[arg-type]
+        one, mesh = wanted.get(name), got.get(name)
+        one = torch.zeros_like(got[name]) if one is None else one
         mesh = torch.zeros_like(one) if mesh is None else mesh
-        bound = tolerance.gradient * _norm(one) + tolerance.nothing * everything
+        size = max(tolerance.least, tolerance.norm(one))
+        bound = tolerance.gradient * size + tolerance.nothing * everything
         pairs.append((name, mesh, one, bound))
-    return _worst("gradient", pairs)
+    return _largest("gradient", pairs, tolerance)
 
 
-def compare_states(
+def measure_states(
     before: Mapping[str, Tensor],
     mesh: Mapping[str, Tensor],
     one: Mapping[str, Tensor],
     tolerance: Tolerance,
-) -> Difference | None:
-    """Return how weights and buffers after the step differ, None if they do not.
+) -> Iterator[Difference]:
+    """Give the largest difference of weights and buffers after the step, if there are some.
 
     Args:
         before: Name -> value before the step.
@@ -156,45 +219,44 @@ def compare_states(
         got = mesh.get(name)
         if got is None or got.shape != wanted.shape:
             continue
-        update = _wide(wanted) - _wide(before[name]) if name in before else _wide(wanted)
-        bound = tolerance.update * _norm(update) + tolerance.rounding * _norm(wanted)
-        if not wanted.is_floating_point():
-            bound = 0.0
-        pairs.append((name, got, wanted, bound))
-    return _worst("weight", pairs, before)
+        update = _wide(wanted) - _wide(before[name]) if name in before else wanted
+        size = max(tolerance.least, tolerance.norm(wanted))
+        bound = tolerance.update * tolerance.norm(update) + tolerance.rounding * size
+        pairs.append((name, got, wanted, bound if wanted.is_floating_point() else 0.0))
+    return _largest("weight", pairs, tolerance, before)
 
 
-def _worst(
+def _largest(
     kind: Literal["gradient", "weight"],
     pairs: Sequence[tuple[str, Tensor, Tensor, float]],
+    tolerance: Tolerance,
     before: Mapping[str, Tensor] | None = None,
-) -> Difference | None:
-    """Return the pair that is furthest beyond its bound, if one is."""
-    beyond = []
-    for name, got, wanted, bound in pairs:
-        if torch.equal(got, wanted):
-            continue
-        apart = _norm(_wide(got) - _wide(wanted))
-        same_nan = apart != apart and torch.equal(got.isfinite(), wanted.isfinite())
-        if not apart <= bound and not same_nan:
-            beyond.append((apart / bound if bound else float("inf"), apart, name, got, wanted))
-    if not beyond:
-        return None
-    _, apart, name, got, wanted = max(beyond, key=lambda b: b[0] if b[0] == b[0] else float("inf"))
+) -> Iterator[Difference]:
+    """Give the difference of the pair that is furthest beyond its bound, if there is a pair."""
+    if not pairs:
+        return
+    sizes = [tolerance.distance(got, wanted) for _, got, wanted, _ in pairs]
+    excesses = [_excess(size, pair[-1]) for size, pair in zip(sizes, pairs, strict=True)]
+    excess = max(excesses)
+    at = excesses.index(excess)
+    name, got, wanted, _ = pairs[at]
     start = _wide(before[name]) if before is not None and name in before else 0.0
-    return Difference(
+    yield Difference(
         kind=kind,
         name=name,
-        got=_norm(got),
-        wanted=_norm(wanted),
-        apart=apart,
-        others=len(beyond) - 1,
-        factor=_factor(_wide(got) - start, _wide(wanted) - start),
+        got=tolerance.norm(got),
+        wanted=tolerance.norm(wanted),
+        size=sizes[at],
+        excess=excess,
+        others=sum(other > 1 for other in excesses) - 1,
+        factor=_factor(_wide(got) - start, _wide(wanted) - start, tolerance),
     )
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor)))
+def _excess(size: float, bound: float) -> float:
+    """Return how many times its bound a difference is; infinity if one of them is not a number."""
+    excess = size / bound if bound and size else (math.inf if size else 0.0)
+    return excess if excess == excess else math.inf
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -203,15 +265,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return real.double()
 
 
-def _norm_of_all(tensors: Iterable[Tensor]) -> float:
-    return math.hypot(*map(_norm, tensors))
-
-
-def _factor(got: Tensor, wanted: Tensor) -> float | None:
+def _factor(got: Tensor, wanted: Tensor, tolerance: Tolerance) -> float | None:
     """Return c if `got` is c times `wanted`, by least squares, the only c that can fit."""
     square = float((wanted * wanted).sum())
     if not square or square != square:
         return None
     factor = float((got * wanted).sum()) / square
-    close = _norm(got - factor * wanted) <= 1e-3 * _norm(got)
-    return factor if close and abs(factor) > 1e-6 else None
+    rest = tolerance.norm(got - factor * wanted)
+    fits = rest <= tolerance.factor * max(tolerance.least, tolerance.norm(got))
+    return factor if fits and abs(factor) > 1e-6 else None

@@ -1,47 +1,29 @@
 """Comparison of the traces of a parallel run and of one process, and its report."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from lightning_par.observe.compare import (
+    Difference,
+    EXACT,
+    first_beyond,
+    measure_backwards,
+    measure_states,
+)
+from lightning_par.observe.report import StepRecord
 from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.run_trace import Trace
 
-__all__ = ["Difference", "StepRow", "VerifyReport", "compare_steps", "first_difference"]
-
-# Relative to the largest entry. Sums in another order differ by about 1e-15 per step in float64.
-_TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """First value in which a rank differs from one process.
-
-    Attributes:
-        kind: What differs; in a step, losses are compared before gradients, those before weights.
-        step: Step, counted from 0.
-        name: FQN of the parameter; empty for a loss.
-        rank: Global rank.
-        size: Largest absolute difference of an entry.
-        scale: Largest absolute entry on one process.
-    """
-
-    kind: Literal["loss", "gradient", "weight"]
-    step: int
-    name: str
-    rank: int
-    size: float
-    scale: float
-
-    def __str__(self) -> str:
-        of = f" of {self.name}" if self.name else ""
-        return (
-            f"the {self.kind}{of} at step {self.step} differs on rank {self.rank} by "
-            f"{self.size:.3g} (largest value {self.scale:.3g})"
-        )
+__all__ = [
+    "Difference",
+    "StepRow",
+    "VerifyReport",
+    "compare_steps",
+    "differing_copies",
+    "unsummed_gradients",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,86 +95,111 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-def compare_steps(one: Trace, ranks: Sequence[Trace]) -> tuple[StepRow, ...]:
+def compare_steps(
+    one: Trace, ranks: Sequence[Trace]
+) -> tuple[tuple[StepRow, ...], Difference | None]:
     """Compare every step that all runs finished.
 
     Args:
         one: Trace of the run on one process.
         ranks: Traces of the parallel run, in the order of the ranks.
+
+    Returns:
+        A row for each step, and the first difference, if any: of losses before that of gradients,
+        and of those before that of weights; the largest of all ranks.
     """
-    count = min(len(trace.losses) for trace in (one, *ranks))
-    return tuple(
-        StepRow(
-            step=step,
-            wanted=one.losses[step],
-            got=ranks[0].losses[step],  # reduced over all ranks
-            gradient=max(_worst(t.gradients[step], one.gradients[step], one.ties) for t in ranks),
-            weight=max(_worst(t.weights[step], one.weights[step], one.ties) for t in ranks),
+    rows: list[StepRow] = []
+    first: Difference | None = None
+    for step, (plain, *meshes) in enumerate(
+        zip(one.steps, *(t.steps for t in ranks), strict=False)
+    ):
+        worst: dict[str, Difference] = {}
+        for rank, mesh in enumerate(meshes):
+            for found in _measure(mesh, plain, one.ties):
+                if found.kind not in worst or found.excess > worst[found.kind].excess:
+                    worst[found.kind] = replace(found, step=step, rank=rank)
+        largest = {kind: found.size / max(1.0, found.scale) for kind, found in worst.items()}
+        rows.append(
+            StepRow(
+                step=step,
+                wanted=plain.losses[0],
+                got=meshes[0].losses[0],  # reduced over all ranks
+                gradient=largest.get("gradient", 0.0),
+                weight=largest.get("weight", 0.0),
+            )
         )
-        for step in range(count)
+        kinds = ("loss", "gradient", "weight")
+        first = first or first_beyond(worst[kind] for kind in kinds if kind in worst)
+    return tuple(rows), first
+
+
+def _measure(mesh: StepRecord, one: StepRecord, ties: Mapping[str, str]) -> Iterator[Difference]:
+    """Give the differences of a rank's step from one process, of what the rank holds."""
+    names = {name: ties.get(name, name) for name in mesh.state}
+
+    def held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[own] for name, own in names.items() if own in tensors}
+
+    gradients = [found and held(found) for found in one.gradients]
+    yield from measure_backwards(mesh, replace(one, gradients=gradients), EXACT)
+    yield from measure_states({}, mesh.state, held(one.state), EXACT)
+
+
+def differing_copies(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
+    """Return the unsharded parameters whose gradients differ between tensor-parallel ranks.
+
+    Args:
+        ranks: Traces of the parallel run, in the order of the ranks.
+        sizes: Mesh sizes of the parallel run.
+
+    Returns:
+        FQNs of the parameters, each once.
+    """
+    return list(
+        dict.fromkeys(
+            name
+            for name, steps in _copies(ranks, sizes)
+            if any(not _close(other, held[0]) for held in steps for other in held[1:])
+        )
     )
 
 
-def first_difference(one: Trace, ranks: Sequence[Trace]) -> Difference | None:
-    """Return the first value in which the parallel run differs from one process, if any.
+def unsummed_gradients(one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
+    """Return the unsharded parameters of whose gradient every tensor-parallel rank has a part.
 
     Args:
         one: Trace of the run on one process.
         ranks: Traces of the parallel run, in the order of the ranks.
+        sizes: Mesh sizes of the parallel run.
+
+    Returns:
+        FQNs of those whose gradients in the first step sum up to that of one process.
     """
-    for step in range(min(len(trace.losses) for trace in (one, *ranks))):
-        for rank, trace in enumerate(ranks):
-            size, scale = abs(trace.losses[step] - one.losses[step]), abs(one.losses[step])
-            if not size <= _TOLERANCE * max(1.0, scale):  # not "size >": NaN differs, too
-                fields = {"step": step, "name": "", "rank": rank, "size": size, "scale": scale}
-                return Difference(kind="loss", **fields)  # type: ignore[arg-type]
-        for kind in ("gradient", "weight"):
-            found = _first_tensor(kind, step, one, ranks)
-            if found is not None:
-                return found
-    return None
+    found = []
+    for name, steps in _copies(ranks, sizes):
+        parts = steps[0] if steps else []
+        want = next(_gradients(one), {}).get(one.ties.get(name, name))
+        # A zero gradient is both a part and the whole: not a symptom.
+        if want is not None and len(parts) == sizes.tensor and not _close(parts[0], want):
+            found += [name] * _close(sum(parts[1:], parts[0]), want)
+    return list(dict.fromkeys(found))
 
 
-def _first_tensor(
-    kind: Literal["gradient", "weight"], step: int, one: Trace, ranks: Sequence[Trace]
-) -> Difference | None:
-    """Return the parameter with the largest difference in one step, if any differs."""
-    worst: Difference | None = None
-    for rank, trace in enumerate(ranks):
-        got, want = (getattr(t, f"{kind}s")[step] for t in (trace, one))
-        for name, value in got.items():
-            wanted = want.get(one.ties.get(name, name))
-            size, scale = _difference(value, wanted)
-            if size <= _TOLERANCE * max(1.0, scale):
-                continue
-            if worst is None or size > worst.size:
-                worst = Difference(
-                    kind=kind, step=step, name=name, rank=rank, size=size, scale=scale
-                )
-    return worst
+def _copies(
+    ranks: Sequence[Trace], sizes: ParallelSizes
+) -> Iterator[tuple[str, list[list[Tensor]]]]:
+    """Give the unsharded parameters: for every tensor-parallel group and every optimizer step, the
+    gradients of its ranks.
+    """
+    for name in sorted({name for trace in ranks for name in trace.whole}):
+        for group in sizes.groups(("tp",)):
+            steps = zip(*(_gradients(ranks[rank]) for rank in group), strict=False)
+            yield name, [[found[name] for found in step if name in found] for step in steps]
 
 
-def _difference(got: Tensor | None, want: Tensor | None) -> tuple[float, float]:
-    """Return the largest difference of an entry, and the largest entry of `want`."""
-    if got is None and want is None:
-        return 0.0, 0.0
-    # A gradient that is None counts as 0: a rank may have nothing to add to a frozen or unused one.
-    if got is None or want is None:
-        there = got if want is None else want
-        assert there is not None
-        size = float(there.abs().max()) if there.numel() else 0.0
-        return size, size
-    if not got.numel():
-        return 0.0, 0.0
-    # NaN would be no larger than any tolerance.
-    return float((got - want).abs().nan_to_num(torch.inf).max()), float(want.abs().max())
+def _gradients(trace: Trace) -> Iterator[Mapping[str, Tensor]]:
+    return (found for step in trace.steps for found in step.gradients if found is not None)
 
 
-def _worst(
-    got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], ties: Mapping[str, str]
-) -> float:
-    found = [0.0]
-    for name, value in got.items():
-        size, scale = _difference(value, want.get(ties.get(name, name)))
-        found.append(size / max(1.0, scale))
-    return max(found)
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    return EXACT.distance(got, wanted) <= EXACT.gradient * max(EXACT.least, EXACT.norm(wanted))

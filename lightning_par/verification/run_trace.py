@@ -1,4 +1,4 @@
-"""Trace of a few training steps: losses, full gradients and weights, comparable across meshes."""
+"""Trace of a few training steps on one rank, comparable across meshes."""
 
 import functools
 import traceback
@@ -21,6 +21,7 @@ from lightning_par.dtensor import full_tensors
 from lightning_par.engine.batch import split_batch
 from lightning_par.errors import LightningParError
 from lightning_par.observe.modes import DoublePrecision, WithoutDropout
+from lightning_par.observe.report import StepRecord
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.step.pipelined_step import loss_of
@@ -49,13 +50,11 @@ class Subject:
 
 @dataclass(kw_only=True)
 class Trace:
-    """Trace of a run on one rank.
+    """What a run did on one rank.
 
     Attributes:
-        losses: Loss of the global batch, per step.
-        gradients: Per step, before the optimizer: FQN -> gradient gathered over the shards, or
-            None.
-        weights: Per step, after the optimizer: FQN -> weight gathered over the shards.
+        steps: Record of every step: the loss of the global batch; the gradients before every
+            optimizer, and the weights after the step, gathered over the shards.
         whole: FQNs of the parameters that are not sharded.
         dropouts: Number of dropout calls that were skipped.
         draws: Whether the loss depends on the seed although dropout is off; on one process only.
@@ -65,9 +64,7 @@ class Trace:
         error: Error with which the run ended; None: it finished.
     """
 
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     whole: frozenset[str] = frozenset()
     dropouts: int = 0
     draws: bool = False
@@ -82,6 +79,7 @@ class _Recorder(Callback):
 
     def __init__(self, trace: Trace, first_batch: Any) -> None:
         self._trace, self._first_batch = trace, first_batch
+        self._step = StepRecord()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the sharding, and on one process whether the loss depends on the seed."""
@@ -113,16 +111,17 @@ class _Recorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
         """Record the gradients; a collective, in the same order on all ranks."""
-        found = {n: p.grad for n, p in pl_module.named_parameters()}
-        self._trace.gradients.append(_full_copies(found))
+        found = ((n, p.grad) for n, p in pl_module.named_parameters())
+        self._step.gradients.append(_full_copies({n: g for n, g in found if g is not None}))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Record loss and weights."""
-        self._trace.losses.append(float(trainer.callback_metrics[_LOSS_KEY]))
-        held = _full_copies(dict(pl_module.named_parameters()))
-        self._trace.weights.append({n: w for n, w in held.items() if w is not None})
+        self._step.losses.append(float(trainer.callback_metrics[_LOSS_KEY]))
+        self._step.state = _full_copies(dict(pl_module.named_parameters()))
+        self._trace.steps.append(self._step)
+        self._step = StepRecord()
         advance("steps")
 
 
@@ -130,16 +129,15 @@ def _is_sharded(parameter: DTensor) -> bool:
     return any(not p.is_replicate() for p in parameter.placements)
 
 
-def _full_copies(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _full_copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of tensors, gathered over their shards.
 
     Of one that is not sharded, it is this rank's copy: whether those of other ranks are equal is
     what we verify.
     """
     copies = {n: v for n, v in named.items() if isinstance(v, DTensor) and not _is_sharded(v)}
-    local: dict[str, Tensor | None] = {**named, **{n: v.to_local() for n, v in copies.items()}}
-    full = full_tensors(value for value in local.values() if value is not None)
-    return {n: None if value is None else next(full).clone() for n, value in local.items()}
+    local = {**named, **{n: v.to_local() for n, v in copies.items()}}
+    return {n: v.clone() for n, v in zip(local, full_tensors(local.values()), strict=True)}
 
 
 def _with_logged_loss(module: pl.LightningModule) -> Callable[..., Any]:
@@ -177,7 +175,7 @@ def trace_steps(
     module = subject.module
     module.training_step = _with_logged_loss(module)  # type: ignore[method-assign]
     replica = sizes.data_rank(rank)
-    own = [_part_of(batch, sizes.data, replica) for batch in subject.batches]
+    own = [split_batch(batch, sizes.data)[replica] for batch in subject.batches]
     no_dropout = WithoutDropout()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -217,7 +215,3 @@ def describe_error(error: BaseException) -> str:
     lines = str(error).splitlines()[: None if isinstance(error, LightningParError) else 1]
     text = " ".join(line.strip() for line in lines)
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
-
-
-def _part_of(batch: Any, replicas: int, replica: int) -> Any:
-    return split_batch(batch, replicas)[replica]

@@ -15,9 +15,19 @@ from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.start.causes import (
+    causes_of_dropout,
+    find_causes,
+    Findings,
+    missed_patterns,
+)
 from lightning_par.upstream.lightning import forget_trainer
-from lightning_par.verification.causes import differing_copies, find_causes, missed_patterns
-from lightning_par.verification.comparison import compare_steps, first_difference, VerifyReport
+from lightning_par.verification.comparison import (
+    compare_steps,
+    differing_copies,
+    unsummed_gradients,
+    VerifyReport,
+)
 from lightning_par.verification.layouts import check_batches, find_sizes, shrink
 from lightning_par.verification.processes import run_ranks
 from lightning_par.verification.run_trace import Subject, Trace
@@ -127,39 +137,36 @@ def compare_traces(
     """
     # One fault mostly ends all ranks: the same text counts once.
     traces = [trace for trace, _ in ranks]
-    errors = list(dict.fromkeys(t.error for t in (one, *traces) if t.error is not None))
-    failed = [f"the run failed: {error}" for error in errors]
-    if failed and one.error is None:
-        failed = [*missed_patterns(traces, sizes), *failed]
-    first = None if failed else first_difference(one, traces)
-    causes = failed or find_causes(first, one, traces, sizes, plan or ParallelPlan())
-    notes = []
-    if one.dropouts:
-        notes.append(f"dropout was off: {one.dropouts} calls of it drew nothing")
+    failed = _errors("the run failed", (one, *traces))
+    rows, first = ((), None) if failed else compare_steps(one, traces)
+    found = Findings(
+        sizes=sizes,
+        draws=one.draws,
+        styles=traces[0 if first is None else first.rank or 0].styles,
+        positions=plan.positions if plan is not None else None,
+        unstyled=sorted({name for trace in traces for name in trace.unstyled}),
+        copies=differing_copies(traces, sizes),
+        unsummed=unsummed_gradients(one, traces, sizes),
+    )
+    causes = [*(missed_patterns(found) if failed and one.error is None else ()), *failed]
+    causes += find_causes(first, found)
     # Dropout is checked only where everything else is equal: its symptom would be the same.
     with_dropout = [trace for _, trace in ranks if trace is not None]
-    refused = [trace.error for trace in with_dropout if trace.error is not None]
-    causes += [f"with dropout the run failed: {error}" for error in dict.fromkeys(refused)]
+    refused = _errors("with dropout the run failed", with_dropout)
+    causes += refused
     if first is None and not failed and not refused and len(with_dropout) == len(ranks):
-        causes += _causes_of_dropout(with_dropout, sizes)
+        causes += causes_of_dropout(differing_copies(with_dropout, sizes))
+    dropped = f"dropout was off: {one.dropouts} calls of it drew nothing"
     return VerifyReport(
         sizes=sizes,
         asked=asked,
-        rows=() if failed else compare_steps(one, traces),
+        rows=rows,
         first=first,
         causes=tuple(causes),
-        notes=tuple(notes),
+        notes=(dropped,) if one.dropouts else (),
     )
 
 
-def _causes_of_dropout(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
-    """Return the cause "dropout drawn differently per rank" if copies of a parameter differ."""
-    copies = differing_copies(ranks, sizes)
-    if not copies:
-        return []
-    return [
-        "dropout drawn differently per rank: everything is equal without dropout, but with it the "
-        f"copies of {copies[0]} get different gradients on the tensor-parallel ranks. What every "
-        "rank computes alike has to draw the same numbers: do not seed by rank, and give the "
-        "module a style that says what it works on"
-    ]
+def _errors(what: str, traces: Sequence[Trace]) -> list[str]:
+    errors = dict.fromkeys(trace.error for trace in traces if trace.error is not None)
+    return [f"{what}: {error}" for error in errors]

@@ -1,20 +1,20 @@
-"""What a first step that differs from one process shows, and what tells more.
+"""What a run that differs from one process shows, what may explain that, and what tells more.
 
-Note [No guesses]: a difference shows which part of the step is another one, seldom why. So the text
-says what was equal and what was not, and names runs whose outcome tells causes apart.
+Note [No guesses]: the proof of a step sees which part of it is another one, seldom why. So its text
+says what was equal and what was not, and names runs whose outcome tells causes apart. `verify` has
+what every rank computed, in float64 and without dropout: it names likely causes.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_par.observe.compare import Difference
-from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["Findings", "explain"]
+__all__ = ["Findings", "causes_of_dropout", "explain", "find_causes", "missed_patterns"]
 
 _HOOKS = (
     "on_before_zero_grad",
@@ -30,31 +30,51 @@ _HOOKS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Findings:
-    """What is known of a step that differs.
+    """What is known of a run that differs.
 
     Attributes:
-        module: The user's LightningModule, whole; parameters may be on meta.
         sizes: Sizes of the mesh.
-        resolved: Its resolved plan.
-        zero_stage: What the replicas shard.
-        draws: Whether the step draws random numbers that no rehearsal could leave out.
+        draws: Whether a step draws random numbers that nothing could leave out.
+        styles: FQN of a module -> its style for tensor parallelism.
+        module: The user's LightningModule, whole; parameters may be on meta.
         optimizers: Classes of the optimizers that are not known to update entry by entry.
         callbacks: The user's own callbacks, by class.
         step: Of the run, as in a sentence.
+        positions: What the plan says of positions.
+        unstyled: FQNs of parameters that no tensor style matches.
+        copies: FQNs of the unsharded parameters whose gradients differ among tensor-parallel ranks.
+        unsummed: FQNs of those whose gradients sum up to that of one process.
     """
 
-    module: pl.LightningModule
     sizes: ParallelSizes
-    resolved: ResolvedPlan
-    zero_stage: int
-    draws: bool
-    optimizers: Sequence[type]
-    callbacks: Sequence[str]
+    draws: bool = False
+    styles: Mapping[str, str] = field(default_factory=dict)
+    module: pl.LightningModule | None = None
+    optimizers: Sequence[type] = ()
+    callbacks: Sequence[str] = ()
     step: str = "the first step"
+    positions: Mapping[str, str] | None = None
+    unstyled: Sequence[str] = ()
+    copies: Sequence[str] = ()
+    unsummed: Sequence[str] = ()
+
+
+_COMPARED = {
+    "loss": "the loss of the forward, which comes before gradients and the update.",
+    "gradient": (
+        "the losses, which are equal, and then the gradients before hooks and clipping; that of "
+        "this parameter differs most for its size."
+    ),
+    "weight": (
+        "the losses and the gradients, which are equal, and then the weights that the optimizer, "
+        "hooks and callbacks make of the same gradients; this one differs most for its update."
+    ),
+    "closure": "the losses and the gradients, which are equal, and how often there are some.",
+}
 
 
 def explain(difference: Difference, found: Findings) -> str:
-    """Return the text of the error: what was compared and differs, and what to try.
+    """Return the text of the proof's error: what was compared and differs, and what to try.
 
     Args:
         difference: What differs most.
@@ -74,20 +94,6 @@ def explain(difference: Difference, found: Findings) -> str:
     return "\n".join(lines)
 
 
-_COMPARED = {
-    "loss": "the loss of the forward, which comes before gradients and the update.",
-    "gradient": (
-        "the losses, which are equal, and then the gradients before hooks and clipping; that of "
-        "this parameter differs most for its size."
-    ),
-    "weight": (
-        "the losses and the gradients, which are equal, and then the weights that the optimizer, "
-        "hooks and callbacks make of the same gradients; this one differs most for its update."
-    ),
-    "closure": "the losses and the gradients, which are equal, and how often there are some.",
-}
-
-
 def _facts(difference: Difference, found: Findings) -> Iterator[str]:
     """Yield what was seen in the step."""
     kind, name = difference.kind, difference.name
@@ -101,7 +107,7 @@ def _facts(difference: Difference, found: Findings) -> Iterator[str]:
         what = "gradient" if kind == "gradient" else "update"
         yield f"the {what} is {difference.factor:.4g} times that of one process."
     if kind == "gradient" and found.sizes.tensor > 1:
-        styles, module = found.resolved.styles, name.rpartition(".")[0]
+        styles, module = found.styles, name.rpartition(".")[0]
         style = f"the style {styles[module]!r}" if module in styles else "no style"
         yield f"the plan gives {module or 'the module'} {style} for tensor parallelism."
 
@@ -159,3 +165,109 @@ def _of_update(found: Findings) -> Iterator[str]:
         f"number of processes (here {found.sizes.world_size}) has to be that of one process, as "
         "all ranks together train one model on one batch."
     )
+
+
+def find_causes(first: Difference | None, found: Findings) -> list[str]:
+    """Return what `verify` names as likely causes, most likely first.
+
+    Args:
+        first: First difference of all steps and ranks; None if there is none.
+        found: What else is known.
+    """
+    if first is None:
+        return []
+    if found.draws:
+        return [
+            "random numbers: the loss of one process depends on the seed although dropout is off, "
+            "so the module draws numbers that no layout can repeat; while verifying, leave them out"
+        ]
+    # Step 0 starts from equal weights, so there the kind of the difference points at its source.
+    # Later steps show only that something went wrong before.
+    if first.kind == "loss" and first.step == 0:
+        return list(_causes_of_loss(found))
+    if first.kind == "gradient" and first.step == 0:
+        return list(_causes_of_gradient(first, found))
+    if found.copies:
+        return [f"copies of {found.copies[0]} differ between tensor-parallel ranks"]
+    if first.kind == "weight":
+        return ["the optimizer: all gradients are equal, so its step depends on the layout"]
+    return ["something that the first step changes, such as a buffer or the optimizer's state"]
+
+
+def _causes_of_loss(found: Findings) -> Iterator[str]:
+    """Yield what may explain a wrong loss of the first step."""
+    sizes = found.sizes
+    if sizes.context > 1:
+        named = ", ".join(repr(keyword) for keyword in (found.positions or {}).values())
+        if named:
+            yield f"masks: positions are given as {named}, so look at the mask of the attention"
+        else:
+            yield (
+                "local positions: the plan's positions={} says that the model needs none, but "
+                "then every context-parallel rank counts its tokens from 0. Name the keyword that "
+                "takes them: ParallelPlan(positions={'': 'position_ids'})"
+            )
+    if sizes.tensor > 1:
+        yield from missed_patterns(found)
+        yield (
+            "a plan pattern: some module takes a shard for the whole or the whole for a shard; "
+            "compare lightning-par plan with how its modules follow each other"
+        )
+    if sizes.data > 1 or sizes.pipeline > 1:
+        yield (
+            "a loss that is no mean over labels or samples (a product, an auxiliary loss over the "
+            "batch): parts of the batch cannot be added up"
+        )
+
+
+def _causes_of_gradient(first: Difference, found: Findings) -> Iterator[str]:
+    """Yield what may explain a wrong gradient after a right loss."""
+    name, unsummed = first.name, found.unsummed
+    if name in unsummed:
+        rest = f" ({len(unsummed) - 1} more like it)" if len(unsummed) > 1 else ""
+        style = found.styles.get(name.rpartition(".")[0])
+        yield (
+            f"a gradient that is not summed: {name}{rest} has the style {style!r}, but every "
+            "tensor-parallel rank computes a part of its gradient. Use "
+            "'replicated_with_grad_allreduce', or 'sequence_parallel' if it works on tokens"
+        )
+        return
+    if found.copies:
+        yield f"copies of {found.copies[0]} get different gradients on tensor-parallel ranks"
+    yield from missed_patterns(found)
+    if first.factor is not None:
+        yield f"a factor: the gradient of {name} is {first.factor:g} times that of one process"
+
+
+def missed_patterns(found: Findings) -> list[str]:
+    """Return the cause "a missed plan pattern" if a parameter matches no tensor style.
+
+    Args:
+        found: What is known.
+
+    Returns:
+        At most one cause; none without tensor parallelism.
+    """
+    names = found.unstyled if found.sizes.tensor > 1 else ()
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"a missed plan pattern: no tensor style matches {names[0]}{more}. Give its module one in "
+        "ParallelPlan(tensor=...)"
+    ]
+
+
+def causes_of_dropout(copies: Sequence[str]) -> list[str]:
+    """Return the cause "dropout drawn differently per rank" if copies of a parameter differ.
+
+    Args:
+        copies: Parameters whose copies differ with dropout, and are equal without it.
+    """
+    return [
+        "dropout drawn differently per rank: everything is equal without dropout, but with it the "
+        f"copies of {name} get different gradients on the tensor-parallel ranks. What every "
+        "rank computes alike has to draw the same numbers: do not seed by rank, and give the "
+        "module a style that says what it works on"
+        for name in copies[:1]
+    ]

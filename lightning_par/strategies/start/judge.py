@@ -12,9 +12,10 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.tensor import DTensor
 
 from lightning_par.observe.compare import (
-    compare_backwards,
-    compare_states,
     Difference,
+    first_beyond,
+    measure_backwards,
+    measure_states,
     Tolerance,
     tolerance_of,
 )
@@ -91,16 +92,13 @@ class Judge:
         if self.start.is_later:
             return self._judge_later()
         feeds = all(g is not None for g in self.noted.gradients[-1:])
-        given = self._given(self.start, gradients=self.noted.gradients if feeds else None)
-        one = self._run(given)
+        one = self._run(self._given(self.start, gradients=self.noted.gradients if feeds else None))
         lost = self._lost_write(one)
         if lost is not None:
             return lost
-        noted = self.noted
         if self.options.gradient_compression is not None:
             self.notes.append("gradients, which are compressed, are not compared")
-            noted = replace(noted, gradients=[None] * len(noted.gradients))
-        difference = compare_backwards(noted, one, self._tolerance)
+        difference = self._compare_backwards(one)
         if difference is not None and not one.draws:
             return self._explain(difference, one)
         update = self._compare_update(one) if feeds else None
@@ -111,22 +109,36 @@ class Judge:
         if difference is None:
             self._check_motion(one)
             return None
-        if not self._can_rehearse:
-            raise CannotProveError("the step draws random numbers")
-        return REHEARSE
+        return self._rehearse()
 
     def _judge_later(self) -> str | None:
         """Compare losses and gradients of a step whose optimizers have states of steps before."""
         one = self._run(self._given(self.start, backwards=len(self.noted.losses)))
+        difference = self._compare_backwards(one)
+        if difference is None:
+            return None
+        return self._rehearse() if one.draws else self._explain(difference, one)
+
+    def _compare_backwards(self, one: StepRecord) -> Difference | None:
         noted = self.noted
         if self.options.gradient_compression is not None:
             noted = replace(noted, gradients=[None] * len(noted.gradients))
-        difference = compare_backwards(noted, one, self._tolerance)
-        if difference is None:
-            return None
-        if not one.draws:
-            return self._explain(difference, one)
-        if not self._can_rehearse:
+        return first_beyond(measure_backwards(noted, one, self._tolerance))
+
+    def _rehearse(self) -> str:
+        """Ask for a second forward and backward without random numbers, which leaves no trace.
+
+        Raises:
+            CannotProveError: It would leave one.
+        """
+        options = self.options
+        if not (
+            self.model.module.automatic_optimization
+            and self.model.host is None
+            and options.gradient_compression is None
+            and options.compile_blocks is False
+            and getattr(self.plugin, "scaler", None) is None
+        ):
             raise CannotProveError("the step draws random numbers")
         return REHEARSE
 
@@ -192,15 +204,15 @@ class Judge:
         )
         with WithoutDropout():
             one = self._run(self._given(start, backwards=1))
-        difference = compare_backwards(mesh, one, self._tolerance)
+        difference = first_beyond(measure_backwards(mesh, one, self._tolerance))
         return None if difference is None else self._explain(difference, one)
 
     def _run(self, given: GivenStep) -> StepRecord:
-        kind = type(self.plugin).__mro__[2]  # what was the user's before it became the mesh's
+        given_plugin: Precision = self.plugin.given  # type: ignore[attr-defined]
         plugin = None
-        if not kind.__module__.startswith("lightning."):
-            plugin = copy.copy(self.plugin)
-            plugin.__class__ = kind
+        if not type(given_plugin).__module__.startswith("lightning."):
+            plugin = copy.copy(given_plugin)
+            vars(plugin).update(vars(self.plugin))  # what it has learned on the mesh
         trainer = self.model.module.trainer
         originals = {i: name for i, (name, _) in self.model.states.given.items()}
         one = run_alone(self.skeleton, given, trainer, originals, self.device, plugin)
@@ -281,7 +293,8 @@ class Judge:
         if one.draws:
             after = {n: t for n, t in after.items() if n not in one.buffers}
         dtypes = [t.dtype for t in self.start.tensors.values()]
-        return compare_states(self.start.tensors, self.noted.state, after, tolerance_of(*dtypes))
+        tolerance = tolerance_of(*dtypes)
+        return first_beyond(measure_states(self.start.tensors, self.noted.state, after, tolerance))
 
     @property
     def _tolerance(self) -> Tolerance:
@@ -296,25 +309,12 @@ class Judge:
             dtypes.append(torch.float16)
         return tolerance_of(*dtypes)
 
-    @property
-    def _can_rehearse(self) -> bool:
-        """Whether a second forward and backward leaves no trace."""
-        options = self.options
-        return (
-            self.model.module.automatic_optimization
-            and self.model.host is None
-            and options.gradient_compression is None
-            and options.compile_blocks is False
-            and getattr(self.plugin, "scaler", None) is None
-        )
-
     def _explain(self, difference: Difference, one: StepRecord) -> str:
         trainer = self.model.module.trainer
         found = Findings(
             module=self.skeleton.module,
             sizes=self.model.mesh.sizes,
-            resolved=self.model.resolved,
-            zero_stage=self.options.zero_stage,
+            styles=self.model.resolved.styles,
             draws=one.draws,
             optimizers=[
                 type(optimizer)

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 from lightning_par import BatchLayout
 from lightning_par.engine.rng import collect_random_states
 from lightning_par.observe.compare import (
-    compare_backwards,
-    compare_states,
+    Difference,
+    first_beyond,
+    measure_backwards,
+    measure_states,
     tolerance_of,
 )
 from lightning_par.observe.modes import WithoutDropout
@@ -60,6 +62,14 @@ def test_unequal_lengths_are_padded_where_asked() -> None:
     x, y = join_batches([short, long], BatchLayout(sequence_dims={"1": 1}, labels="1"))
     assert x[0].tolist() == [1, 1, 1, 0, 0]
     assert y[0].tolist() == [1, 1, 1, -100, -100]
+
+
+def compare_backwards(*arguments: Any) -> Difference | None:
+    return first_beyond(measure_backwards(*arguments))
+
+
+def compare_states(*arguments: Any) -> Difference | None:
+    return first_beyond(measure_states(*arguments))
 
 
 def record(loss: float, **gradients: Tensor) -> StepRecord:
