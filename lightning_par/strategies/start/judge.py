@@ -20,7 +20,7 @@ from lightning_par.observe.compare import (
     tolerance_of,
 )
 from lightning_par.observe.modes import WithoutDropout
-from lightning_par.observe.report import StartValues, StepRecord
+from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.data.joined_batch import (
     CannotJoinError,
     cut_replica,
@@ -60,12 +60,8 @@ class Judge:
         options: Of the strategy.
         plugin: Precision plugin of the mesh.
         device: Device of this rank.
-        start: What the step started from.
+        given: What the step started from, with the batches of all replicas.
         noted: What the mesh computed.
-        batches: Of every batch of the step, those of all replicas; None where one could not be
-            sent.
-        arguments: What else `training_step` was given.
-        random_states: Of the generators at the start of every batch.
         notes: What was not proved.
     """
 
@@ -74,11 +70,8 @@ class Judge:
     options: MeshOptions
     plugin: Precision
     device: torch.device
-    start: StartValues
+    given: GivenStep
     noted: StepRecord
-    batches: Sequence[list[Any] | None]
-    arguments: Sequence[Sequence[Any]]
-    random_states: Sequence[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
 
     def judge(self) -> str | None:
@@ -89,10 +82,10 @@ class Judge:
         """
         if not self._has_valid_labels:
             raise CannotProveError("no label of its batch counts, for which one process gives NaN")
-        if self.start.is_later:
+        if self.given.start.is_later:
             return self._judge_later()
         feeds = all(g is not None for g in self.noted.gradients[-1:])
-        one = self._run(self._given(self.start, gradients=self.noted.gradients if feeds else None))
+        one = self._run(gradients=self.noted.gradients if feeds else None)
         lost = self._lost_write(one)
         if lost is not None:
             return lost
@@ -113,7 +106,7 @@ class Judge:
 
     def _judge_later(self) -> str | None:
         """Compare losses and gradients of a step whose optimizers have states of steps before."""
-        one = self._run(self._given(self.start, backwards=len(self.noted.losses)))
+        one = self._run(backwards=len(self.noted.losses))
         difference = self._compare_backwards(one)
         if difference is None:
             return None
@@ -156,10 +149,10 @@ class Judge:
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             self.notes.append(f"no gradient reaches {', '.join(left[:3])}{more}")
-        before, after = self.start.tensors, self.noted.state
+        before, after = self.given.start.tensors, self.noted.state
         if any(n in after and not torch.equal(before[n], after[n]) for n in one.trains):
             return
-        if self.start.learns:
+        if self.given.start.learns:
             raise CannotProveError(
                 "no weight moved in it, although gradients are not zero and a learning rate is not "
                 "either. Do the optimizers hold the parameters of the module?"
@@ -196,18 +189,22 @@ class Judge:
         """
         groups = numbers_of(self.model.module.trainer.optimizers)
         start = replace(
-            self.start,
+            self.given.start,
             tensors=self.noted.state,
             groups=groups,
             put_outside=lambda: None,
             is_later=True,
         )
         with WithoutDropout():
-            one = self._run(self._given(start, backwards=1))
+            one = self._run(start=start, backwards=1)
         difference = first_beyond(measure_backwards(mesh, one, self._tolerance))
         return None if difference is None else self._explain(difference, one)
 
-    def _run(self, given: GivenStep) -> StepRecord:
+    def _run(self, **changes: Any) -> StepRecord:
+        """Take the step on one process, with `changes` of what is given."""
+        if "batches" not in changes:
+            changes["batches"] = self._joined
+        given = replace(self.given, **changes)
         given_plugin: Precision = self.plugin.given  # type: ignore[attr-defined]
         plugin = None
         if not type(given_plugin).__module__.startswith("lightning."):
@@ -221,20 +218,11 @@ class Judge:
             raise CannotProveError(f"the step failed on one process with {kind_of}: {one.error}")
         return one
 
-    def _given(self, start: StartValues, **options: Any) -> GivenStep:
-        return GivenStep(
-            start=start,
-            batches=self._joined,
-            arguments=self.arguments,
-            random_states=self.random_states,
-            **options,
-        )
-
     @cached_property
     def _joined(self) -> list[Any]:
         """The global batches."""
         joined = []
-        for parts in self.batches:
+        for parts in self.given.batches:
             if parts is None:
                 raise CannotProveError("a batch cannot be sent to rank 0")
             try:
@@ -268,21 +256,14 @@ class Judge:
         return whole
 
     def _loss_of(self, batch: Any) -> float:
-        given = GivenStep(
-            start=self.start,
-            batches=[batch],
-            arguments=self.arguments[:1],
-            random_states=self.random_states[:1],
-            backwards=1,
-        )
         with WithoutDropout():
-            return self._run(given).losses[0]
+            return self._run(batches=[batch], backwards=1).losses[0]
 
     def _compare_update(self, one: StepRecord) -> Difference | None:
         if not all(map(math.isfinite, self.noted.losses)):
             self.notes.append("the update is not compared, as the loss is not finite")
             return None
-        if self.start.continues:
+        if self.given.start.continues:
             self.notes.append("the update, which continues loaded states, is not compared")
             return None
         if self.skeleton.problems:
@@ -292,14 +273,16 @@ class Judge:
         after = one.state
         if one.draws:
             after = {n: t for n, t in after.items() if n not in one.buffers}
-        dtypes = [t.dtype for t in self.start.tensors.values()]
+        dtypes = [t.dtype for t in self.given.start.tensors.values()]
         tolerance = tolerance_of(*dtypes)
-        return first_beyond(measure_states(self.start.tensors, self.noted.state, after, tolerance))
+        return first_beyond(
+            measure_states(self.given.start.tensors, self.noted.state, after, tolerance)
+        )
 
     @property
     def _tolerance(self) -> Tolerance:
         """Of losses and gradients."""
-        dtypes = [t.dtype for t in self.start.tensors.values()]
+        dtypes = [t.dtype for t in self.given.start.tensors.values()]
         precision = str(self.model.module.trainer.precision)
         if self.options.reduce_dtype is not None:
             dtypes.append(self.options.reduce_dtype)
@@ -322,6 +305,8 @@ class Judge:
                 if declared_reach(optimizer) != "entry" or hasattr(optimizer, LOOKS_ACROSS)
             ],
             callbacks=self.skeleton.callback_names,
-            step=f"step {self.start.global_step}" if self.start.is_later else "the first step",
+            step=f"step {self.given.start.global_step}"
+            if self.given.start.is_later
+            else "the first step",
         )
         return explain(difference, found)

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -57,7 +57,8 @@ class GivenStep:
 
     Attributes:
         start: Values of parameters and buffers, and the place in the run.
-        batches: The global batches.
+        batches: The batches; on the mesh, of every batch those of all replicas, or None where one
+            could not be sent.
         arguments: What else `training_step` was given with each batch.
         random_states: Of the generators of rank 0 at the start of each batch.
         gradients: What the mesh computed in every backward; taken over before hooks and optimizer
@@ -67,9 +68,9 @@ class GivenStep:
     """
 
     start: StartValues
-    batches: Sequence[Any]
-    arguments: Sequence[Sequence[Any]]
-    random_states: Sequence[dict[str, Any]]
+    batches: list[Any] = field(default_factory=list)
+    arguments: list[Sequence[Any]] = field(default_factory=list)
+    random_states: list[dict[str, Any]] = field(default_factory=list)
     gradients: Sequence[Mapping[str, Tensor] | None] | None = None
     backwards: int | None = None
 

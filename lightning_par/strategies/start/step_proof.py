@@ -26,6 +26,7 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.gathering import gather_batches, gather_tensors, mean_over
 from lightning_par.strategies.start.judge import CannotProveError, Judge, numbers_of, REHEARSE
+from lightning_par.strategies.start.one_process import GivenStep
 from lightning_par.strategies.start.second_step import rehearsed
 from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
@@ -99,11 +100,9 @@ class StepProof:
         self._forget()
 
     def _forget(self) -> None:
-        self._start_values: StartValues | None = None
+        self._given: GivenStep | None = None
         self._noted = StepRecord()
-        self._batches: list[list[Any] | None] = []
-        self._args: list[Sequence[Any]] = []
-        self._random_states: list[dict[str, Any]] = []
+        self._first: Sequence[Any] = ()  # what the first batch of the step gave `training_step`
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
         self._deferred = False  # what the optimizer on the host does without the proof
@@ -147,12 +146,13 @@ class StepProof:
         batch = trainer.fit_loop.total_batch_idx
         if batch == self._batch:
             return  # an optimizer computes the loss once more
-        self._batch = batch
-        self._args.append(args)
-        self._random_states.append(collect_random_states(self._device))
+        assert self._given is not None
+        self._batch, self._first = batch, self._first or args
+        self._given.arguments.append(args[1:])
+        self._given.random_states.append(collect_random_states(self._device))
         with fork_all_rng(self._device):  # what gathers objects may draw numbers
-            given = None if model.steps.repeats else args[0]
-            self._batches.append(gather_batches(given, model.mesh))
+            own = None if model.steps.repeats else args[0]
+            self._given.batches.append(gather_batches(own, model.mesh))
 
     def _is_due(self, module: pl.LightningModule) -> bool:
         """Whether a step begins that is to be proved."""
@@ -220,7 +220,7 @@ class StepProof:
             self._deferred = model.host.defers
             model.host.defers |= model.host.shows_update
         step, held = model.module.global_step, model.module.trainer.optimizers
-        self._start_values = StartValues(
+        start = StartValues(
             tensors=self._gather_state(),
             global_step=step,
             epoch=model.module.current_epoch,
@@ -230,6 +230,7 @@ class StepProof:
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
+        self._given = GivenStep(start=start)
         after = model.module.on_train_batch_end
 
         @functools.wraps(after)
@@ -333,7 +334,7 @@ class StepProof:
         """Return what differs, or why that is not known; None: nothing."""
         self._noted.state = self._gather_state()
         assert self._plugin is not None
-        assert self._start_values is not None
+        assert self._given is not None
         judge = None
         if isinstance(self._skeleton, Skeleton):
             judge = Judge(
@@ -342,11 +343,8 @@ class StepProof:
                 options=self._options,
                 plugin=self._plugin,
                 device=self._device,
-                start=self._start_values,
+                given=self._given,
                 noted=self._noted,
-                batches=self._batches,
-                arguments=[args[1:] for args in self._args],
-                random_states=self._random_states,
             )
         verdict = self._agree(lambda: judge.judge())  # type: ignore[union-attr]
         if judge is not None and judge.notes:
@@ -358,9 +356,8 @@ class StepProof:
         if reason:
             return CannotProveError(reason.removesuffix("."))
         again = StepRecord()
-        with rehearsed(
-            model, self._plugin, self._args[0], self._random_states[0], self._device
-        ) as loss:
+        state = self._given.random_states[0]
+        with rehearsed(model, self._plugin, self._first, state, self._device) as loss:
             again.losses.append(self._global_loss(loss))
             again.gradients.append(self._gather_gradients())
         return self._agree(lambda: judge.judge_rehearsal(again))  # type: ignore[union-attr]

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import Hybrid3DStrategy, ParallelPlan
 from lightning_par.errors import LightningParError
+from lightning_par.strategies.start.one_process import GivenStep
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -255,6 +257,15 @@ class AdamW(PlainModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class ScalesLoss(Precision):
+    """A precision plugin of one's own, which one process has to have, too."""
+
+    precision = "32-true"
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        return super().pre_backward(3 * tensor, module)
+
+
 class WarmsUp(PlainModule):
     """Begins with a learning rate of 0, which the schedule has raised when the step is judged."""
 
@@ -313,6 +324,7 @@ EQUAL: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "adamw in float32, tp x pp": (AdamW, "tp2pp2", {"precision": "32-true"}),
     "mixed precision": (AdamW, "zero1", {"precision": "bf16-mixed"}),
     "mixed precision, tp": (AdamW, "tp2", {"precision": "bf16-mixed"}),
+    "own precision plugin": (AdamW, "zero1", {"precision": None, "plugins": ScalesLoss()}),
     "dropout, tp": (Dropout, "tp2", {}),
     "dropout, pp": (Dropout, "pp2", {}),
     "dropout, zero": (Dropout, "zero3", {}),
@@ -475,7 +487,7 @@ def _train_rank(
     left += [
         key
         for key, value in held
-        if key.startswith("_") and isinstance(value, list | dict) and value
+        if key.startswith("_") and isinstance(value, list | tuple | dict | GivenStep) and value
     ]
     return {
         **result,
