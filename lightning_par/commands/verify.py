@@ -6,9 +6,8 @@ from lightning_par.commands import FitArguments
 from lightning_par.commands.run_config import configure
 from lightning_par.errors import ConfigurationError
 from lightning_par.inference.lookup import find_plan
-from lightning_par.verification.layouts import check_batches, shrink
 from lightning_par.verification.run_trace import Subject
-from lightning_par.verification.verify import verify_subject
+from lightning_par.verification.verify import check_batches, shrink, verify_subject
 
 __all__ = ["verify"]
 

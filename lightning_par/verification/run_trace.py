@@ -24,9 +24,9 @@ from lightning_par.observe.modes import DoublePrecision, WithoutDropout
 from lightning_par.observe.report import StepRecord
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.presets import Hybrid3DStrategy
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
-from lightning_par.verification.layouts import strategy_at
 
 __all__ = ["Subject", "Trace", "describe_error", "trace_steps"]
 
@@ -89,22 +89,19 @@ class _Recorder(Callback):
         resolved = strategy.parallel_model.resolved
         trace.styles = {fqn: str(style) for fqn, style in resolved.styles.items()}
         trace.ties = dict(resolved.canonical)
-        trace.whole = frozenset(n for n, p in named.items() if not isinstance(p, DTensor))
-        trace.whole |= {
-            n for n, p in named.items() if isinstance(p, DTensor) and not _is_sharded(p)
-        }
+        trace.whole = frozenset(n for n, p in named.items() if not _is_sharded(p))
         trace.unstyled = tuple(n for n in named if n.rpartition(".")[0] not in resolved.styles)
         if strategy.sizes.world_size == 1:
-            # fork_rng: the extra steps must not move the random state that training starts from.
-            with logs_off(pl_module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                trace.draws = self._draws(pl_module)
+            trace.draws = self._draws(pl_module)
 
     def _draws(self, module: pl.LightningModule) -> bool:
         # Two seeds, one loss: then nothing in the step draws random numbers.
         seen = set()
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            seen.add(float(loss_of(module.training_step(self._first_batch, 0)).detach()))
+        # fork_rng: the extra steps must not move the random state that training starts from.
+        with logs_off(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                seen.add(float(loss_of(module.training_step(self._first_batch, 0))))
         return len(seen) > 1
 
     def on_before_optimizer_step(
@@ -125,8 +122,8 @@ class _Recorder(Callback):
         advance("steps")
 
 
-def _is_sharded(parameter: DTensor) -> bool:
-    return any(not p.is_replicate() for p in parameter.placements)
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 def _full_copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,9 +132,11 @@ def _full_copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Of one that is not sharded, it is this rank's copy: whether those of other ranks are equal is
     what we verify.
     """
-    copies = {n: v for n, v in named.items() if isinstance(v, DTensor) and not _is_sharded(v)}
-    local = {**named, **{n: v.to_local() for n, v in copies.items()}}
-    return {n: v.clone() for n, v in zip(local, full_tensors(local.values()), strict=True)}
+    own = [
+        tensor.to_local() if isinstance(tensor, DTensor) and not _is_sharded(tensor) else tensor
+        for tensor in named.values()
+    ]
+    return {name: full.clone() for name, full in zip(named, full_tensors(own), strict=True)}
 
 
 def _with_logged_loss(module: pl.LightningModule) -> Callable[..., Any]:
@@ -184,7 +183,7 @@ def trace_steps(
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=sizes.world_size,
-            strategy=strategy_at(subject.strategy, sizes),
+            strategy=_strategy_at(subject.strategy, sizes),
             precision="64-true",
             max_epochs=1,
             limit_val_batches=0,
@@ -205,6 +204,37 @@ def trace_steps(
             trace.error = describe_error(error)
     trace.dropouts = no_dropout.calls
     return trace
+
+
+def _strategy_at(strategy: MeshStrategy, sizes: ParallelSizes) -> MeshStrategy:
+    """Return a new strategy with the options of another one and other mesh sizes.
+
+    Options that hold for the user's own sizes only, such as `stage_blocks`, are left out where they
+    do not fit.
+    """
+    asked, options = strategy.options, dict[str, Any]()
+    if sizes.pipeline > 1:
+        options["schedule"] = asked.schedule
+        options["virtual_pipeline_size"] = asked.virtual_pipeline_size
+        options["num_microbatches"] = asked.num_microbatches
+    blocks = asked.stage_blocks
+    if blocks is not None and len(blocks) == sizes.pipeline > 1:
+        options["stage_blocks"] = blocks
+    if sizes.context > 1:
+        options["context_options"] = asked.context_options
+    return Hybrid3DStrategy(
+        tensor_parallel_size=sizes.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        data_parallel_size=sizes.data,
+        expert_parallel_size=sizes.expert,
+        zero_stage=asked.zero_stage,
+        sequence_parallel=asked.sequence_parallel,
+        plan=asked.plan,
+        on_nonfinite="ignore",
+        verify=False,  # a difference shall be looked into, not end the run
+        **options,
+    )
 
 
 def describe_error(error: BaseException) -> str:

@@ -4,12 +4,14 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.checkpoint.progress import counted
+from lightning_par.engine.batch import batch_size
 from lightning_par.errors import ConfigurationError
 from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
@@ -28,12 +30,13 @@ from lightning_par.verification.comparison import (
     unsummed_gradients,
     VerifyReport,
 )
-from lightning_par.verification.layouts import check_batches, find_sizes, shrink
 from lightning_par.verification.processes import run_ranks
 from lightning_par.verification.run_trace import Subject, Trace
 
-__all__ = ["compare_traces", "verify", "verify_subject"]
+__all__ = ["check_batches", "compare_traces", "shrink", "verify", "verify_subject"]
 
+_MAX_RANKS = 2
+"""Two ranks show what is wrong with an axis, and the whole mesh runs on one machine."""
 _Traces = Sequence[tuple[Trace, Trace | None]]
 
 
@@ -79,7 +82,7 @@ def verify(
         )
     batches = batch if isinstance(batch, list) else [batch]
     chosen = [batches[step % len(batches)] for step in range(steps)] if batches else []
-    asked = find_sizes(strategy, devices)
+    asked = _find_sizes(strategy, devices)
     check_batches(chosen, shrink(asked))
     # A Trainer cannot be pickled, and is not needed.
     detached = copy.copy(module)
@@ -90,6 +93,66 @@ def verify(
     make = partial(pickle.loads, pickle.dumps(subject))
     plan = strategy.options.plan or find_plan(module)
     return verify_subject(make, asked, plan=plan, steps=len(chosen), timeout=timeout)
+
+
+def _find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
+    """Return the mesh sizes of a strategy, with "auto" resolved."""
+    if devices is None and strategy.parallel_devices:
+        return strategy.sizes
+    options = strategy.options
+    if devices is None:
+        given = (
+            options.tensor_parallel_size,
+            options.pipeline_parallel_size,
+            options.context_parallel_size,
+            options.data_parallel_size,
+        )
+        devices = prod(size for size in given if size != "auto")
+    return options.fit_sizes(devices, devices)
+
+
+def shrink(sizes: ParallelSizes) -> ParallelSizes:
+    """Return the same mesh axes with at most two ranks each.
+
+    Args:
+        sizes: The user's mesh sizes.
+    """
+    replicas = min(sizes.data, _MAX_RANKS)
+    sharded = sizes.data_shard > 1
+    return ParallelSizes(
+        pipeline=min(sizes.pipeline, _MAX_RANKS),
+        # HSDP shrinks to plain FSDP: the shards are what differs from one process.
+        data_replicate=1 if sharded else replicas,
+        data_shard=replicas if sharded else 1,
+        context=min(sizes.context, _MAX_RANKS),
+        tensor=min(sizes.tensor, _MAX_RANKS),
+        expert=min(sizes.expert, _MAX_RANKS)
+        if replicas * min(sizes.context, _MAX_RANKS) > 1
+        else 1,
+    )
+
+
+def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
+    """Check that every batch divides evenly among the replicas.
+
+    Args:
+        batches: Global batches, one per step.
+        sizes: Mesh sizes of the parallel run.
+
+    Raises:
+        ConfigurationError: There is no batch, or the number of its samples is not a multiple of the
+            number of replicas.
+    """
+    if not batches:
+        raise ConfigurationError("LP802", "verify needs a batch for every step, but got none.")
+    for number, batch in enumerate(batches):
+        size = batch_size(batch)
+        if size % sizes.data:
+            raise ConfigurationError(
+                "LP802",
+                f"batch {number} has {size} samples, which {sizes.data} replicas cannot share "
+                f"equally. Use {-(-size // sizes.data) * sizes.data} samples.",
+            )
 
 
 def verify_subject(

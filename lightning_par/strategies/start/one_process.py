@@ -141,17 +141,14 @@ class _Batches:
     """
 
     def __init__(self, batches: Sequence[Any], count: int | None) -> None:
-        self._batches = batches
-        if count is not None:
-            self.__class__ = _SizedBatches
-            self._count = count
+        self._batches, self._count = batches, count
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._batches)
 
-
-class _SizedBatches(_Batches):
     def __len__(self) -> int:
+        if self._count is None:
+            raise TypeError  # by which Lightning knows a loader without a length
         return self._count
 
 
