@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import (
-    file_order,
+    ChecksumFile,
     replacing,
     write_object,
     write_tensors,
@@ -51,12 +51,14 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
         raise CheckpointError(
             "LP509", f"there is no weight below {below!r}; there are {', '.join(tops)}."
         )
-    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
-    values = ((name, stored[name].read()) for name in file_order(specs))
     moves = sum(tensor.nbytes for tensor in stored.values())
-    with replacing(path) as partial, counted("write", f"writing {path.name}", moves):
+    with (
+        replacing(path) as partial,
+        counted("write", f"writing {path.name}", moves),
+        ChecksumFile(partial) as file,
+    ):
         # transformers refuses a file that does not name its framework.
-        write_tensors(partial, specs, values, {"format": "pt"})
+        write_tensors(file, stored, {"format": "pt"}, read=StoredTensor.read)
     return list(stored)
 
 

@@ -2,7 +2,6 @@
 writes its boxes into it, and rank 0 adds the manifest.
 """
 
-import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,14 @@ from lightning_par.checkpoint.index import file_name, Index, MANIFEST, Manifest,
 from lightning_par.checkpoint.optimizer_groups import split_states, torch_state
 from lightning_par.checkpoint.pieces import Piece, unbroken_runs
 from lightning_par.checkpoint.plain_file import append_records, make_blanks, write_skeleton
-from lightning_par.checkpoint.progress import advance
 from lightning_par.checkpoint.storage import (
     ChecksumFile,
     FileRecord,
     publish,
     remove_path,
+    sync_files,
     tensors_length,
+    write_tensors,
 )
 from lightning_par.checkpoint.writer import (
     check_reports,
@@ -34,17 +34,12 @@ from lightning_par.checkpoint.writer import (
     not_saved,
     Part,
     SaveMetadata,
-    state_specs,
-    write_state_tensors,
     WriteReport,
 )
 from lightning_par.errors import describe
 from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["Outline", "Skeleton", "begin_file", "commit_file", "outline", "write_slices"]
-
-_CHUNK = 1 << 20
-"""Bytes that are summed and then written at a time, so that they are still in the CPU cache."""
 
 
 @dataclass(kw_only=True)
@@ -110,7 +105,7 @@ def outline(part: Part) -> Outline:
         groups=part.plain.groups,
         state_names=part.plain.state_names,
         state=encode_state(part),
-        room=tensors_length(state_specs(part)) if part.tensors else 0,
+        room=tensors_length(part.tensors) if part.tensors else 0,
     )
 
 
@@ -240,23 +235,21 @@ def write_slices(
     """
     report = WriteReport(rank=part.rank, step=part.step, error=part.error)
     try:
-        descriptor = os.open(partial, os.O_WRONLY)
-        try:
+        with ChecksumFile(partial, parts=True) as file:
             for kind, pieces in (("weights", part.weights), ("optimizer", part.optimizer)):
                 for piece in pieces:
-                    start = starts[f"{kind}/{piece.box.name}"]
-                    report.files[f"{kind}/{piece.key}"] = _write_box(descriptor, start, piece)
+                    _write_box(file, starts[f"{kind}/{piece.box.name}"], piece)
+                    report.files[f"{kind}/{piece.key}"] = file.record
             for record, values in ({} if skeleton is None else skeleton.loose).items():
-                assert skeleton is not None
-                with ChecksumFile(partial, skeleton.places[record]) as file:
-                    file.write(values.cpu().numpy())
+                file.start_part(starts[record])
+                file.write(values.cpu().numpy())
                 report.files[record] = file.record
             if part.tensors:
                 name = file_name("state", part.rank, part.world)
-                report.files[name] = write_state_tensors(partial, part, starts[name])
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                file.start_part(starts[name])
+                write_tensors(file, part.tensors)
+                report.files[name] = file.record
+        sync_files([partial])
     except FileNotFoundError:
         report.error = (
             f"{partial.name}, which rank 0 made, is not there: all nodes have to share the folder"
@@ -266,29 +259,12 @@ def write_slices(
     return report
 
 
-def _write_box(descriptor: int, start: int, piece: Piece) -> FileRecord:
-    """Write a box of a tensor whose first byte is at `start`; return the checksum of its bytes."""
-    found = 0
-    if piece.values.numel():
-        flat = piece.values.detach().cpu().contiguous().view(-1)
-        view = flat.view(torch.uint8).numpy().data  # NumPy lacks bfloat16 and float8
-        places, run = unbroken_runs(piece.box, piece.global_shape)
-        size, low = run * piece.values.element_size(), 0
-        for place in places:
-            at = start + place * piece.values.element_size()
-            for first in range(0, size, _CHUNK):
-                part = view[low + first : low + min(first + _CHUNK, size)]
-                found = zlib.crc32(part, found)
-                _write_all(descriptor, part, at + first)
-                advance("write", len(part))
-            low += size
-    return FileRecord(piece.nbytes, f"{found:08x}")
-
-
-def _write_all(descriptor: int, part: memoryview, place: int) -> None:
-    while part:  # a write may be partial
-        count = os.pwrite(descriptor, part, place)
-        part, place = part[count:], place + count
+def _write_box(file: ChecksumFile, start: int, piece: Piece) -> None:
+    """Write a box of a tensor whose first byte is at `start`."""
+    places, run = unbroken_runs(piece.box, piece.global_shape)
+    file.start_part(start)
+    size = piece.values.element_size()
+    file.write_values(piece.values, (start + place * size for place in places), run)
 
 
 def commit_file(

@@ -12,11 +12,11 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ __all__ = [
     "FileRecord",
     "check_file",
     "check_regular",
-    "file_order",
     "partial_path",
     "publish",
     "read_regular",
@@ -64,8 +63,7 @@ DTYPES: dict[str, torch.dtype] = {
 """Name of a dtype in the safetensors format -> dtype."""
 _CHUNK = 1 << 20
 """Bytes that are summed and then written at a time, so that they are still in the CPU cache."""
-_PART = 16 << 20
-"""Bytes after which a save says how far it has come."""
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 # Constants of Linux's headers, which Python does not export.
 _RENAME_EXCHANGE = 2
 """Flag of `renameat2` that swaps two paths."""
@@ -86,18 +84,33 @@ class FileRecord:
     crc32: str
 
 
+class _Shaped(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+
+
 class ChecksumFile:
-    """File opened for writing that computes its checksum on the way; see `sync_files` for fsync.
+    """File opened for writing that computes a checksum on the way; see `sync_files` for fsync.
 
     Args:
         path: File to create or overwrite.
-        place: First byte of the part of an existing file to write instead.
+        parts: Open an existing file instead, to write parts of it.
     """
 
-    def __init__(self, path: Path, place: int | None = None) -> None:
-        self._file = path.open("wb" if place is None else "r+b", buffering=0)
-        self._file.seek(place or 0)
-        self._length = self._sum = 0
+    def __init__(self, path: Path, *, parts: bool = False) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY if parts else _NEW, 0o666)
+        self.start_part(0)
+
+    def start_part(self, place: int) -> None:
+        """Go on writing at another byte of the file, with a new length and checksum."""
+        self._place, self._length, self._sum = place, 0, 0
 
     def write(self, data: Any) -> None:
         """Append bytes.
@@ -112,9 +125,35 @@ class ChecksumFile:
         for low in range(0, len(view), _CHUNK):
             part = view[low : low + _CHUNK]
             self._sum = zlib.crc32(part, self._sum)
-            while part:  # an unbuffered write may be partial
-                part = part[self._file.write(part) :]
+            while part:  # a write may be partial
+                count = os.pwrite(self._descriptor, part, self._place)
+                part, self._place = part[count:], self._place + count
         self._length += len(view)
+
+    def write_values(
+        self, values: Tensor, places: Iterable[int] | None = None, run: int | None = None
+    ) -> None:
+        """Append the bytes of a tensor, and say how far that has come.
+
+        Args:
+            values: Tensor on any device.
+            places: First byte of each run of its values in the file; None: they are appended.
+            run: Number of values in a run; None: all.
+
+        Raises:
+            OSError: The disk is full, for example.
+        """
+        if not values.numel():
+            return
+        flat = values.detach().cpu().contiguous().view(-1)
+        data = flat.view(torch.uint8).numpy().data  # NumPy lacks bfloat16 and float8
+        size = len(data) if run is None else run * values.element_size()
+        for low, place in zip(range(0, len(data), size), places or (self._place,), strict=True):
+            self._place = place
+            for first in range(low, low + size, _CHUNK):
+                part = data[first : min(first + _CHUNK, low + size)]
+                self.write(part)
+                advance("write", len(part))
 
     def __enter__(self) -> Self:
         return self
@@ -125,11 +164,11 @@ class ChecksumFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        os.close(self._descriptor)
 
     @property
     def record(self) -> FileRecord:
-        """Length and checksum of the bytes written so far."""
+        """Length and checksum of the bytes written since the part was started."""
         return FileRecord(self._length, f"{self._sum:08x}")
 
 
@@ -150,68 +189,53 @@ def write_json(path: Path, value: Any) -> FileRecord:
 
 
 def write_tensors(
-    path: Path,
-    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    values: Iterable[tuple[str, Tensor]],
+    file: ChecksumFile,
+    tensors: Mapping[str, _Shaped],
     metadata: Mapping[str, str] | None = None,
     *,
-    place: int | None = None,
-) -> FileRecord:
-    """Write a safetensors file, tensor by tensor.
+    read: Callable[[Any], Tensor] = lambda tensor: tensor,
+) -> None:
+    """Append a safetensors file, tensor by tensor.
 
     Args:
-        path: File to write.
-        place: First byte of the part of an existing file to write instead, of `tensors_length`.
-        specs: Key -> dtype and shape of every tensor.
-        values: Every key of `specs` with its tensor, in the order of `file_order`; may be lazy, so
-            that one tensor at a time is in memory.
+        file: Receives it.
+        tensors: Key -> tensor, on any device, or something that stands for it.
         metadata: Free text entries of the header.
-
-    Returns:
-        Length and checksum of the file.
+        read: Gives the tensor for what stands for it, so that one tensor at a time is in memory.
 
     Raises:
         OSError: The disk is full, for example.
     """
     # Not safetensors.save_file: it wants all tensors in memory and computes no checksum.
-    text = _header(specs, metadata)
-    with ChecksumFile(path, place) as file:
-        file.write(text)
-        for key, tensor in values:
-            assert specs[key] == (tensor.dtype, tuple(tensor.shape)), key
-            if tensor.numel():
-                flat = tensor.detach().cpu().contiguous().view(-1)
-                # NumPy lacks bfloat16 and float8.
-                for part in flat.view(torch.uint8).split(_PART):
-                    file.write(part.numpy())
-                    advance("write", len(part))
-    return file.record
+    file.write(_header(tensors, metadata))
+    for key in _file_order(tensors):
+        tensor = read(tensors[key])
+        assert (tensor.dtype, tensor.shape) == (tensors[key].dtype, tensors[key].shape), key
+        file.write_values(tensor)
 
 
-def tensors_length(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> int:
-    """Return the length of the file that `write_tensors` writes.
-
-    Args:
-        specs: Key -> dtype and shape of every tensor.
-    """
-    sizes = (torch.Size(shape).numel() * dtype.itemsize for dtype, shape in specs.values())
-    return len(_header(specs, None)) + sum(sizes)
+def tensors_length(tensors: Mapping[str, Tensor]) -> int:
+    """Return the length of what `write_tensors` writes."""
+    return len(_header(tensors, None)) + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _header(
-    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
-) -> bytes:
+def _header(tensors: Mapping[str, _Shaped], metadata: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = {dtype: name for name, dtype in DTYPES.items()}
     place = 0
-    for key in file_order(specs):
-        dtype, shape = specs[key]
-        end = place + torch.Size(shape).numel() * dtype.itemsize
+    for key in _file_order(tensors):
+        dtype, shape = tensors[key].dtype, tensors[key].shape
+        end = place + shape.numel() * dtype.itemsize
         header[key] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
     return len(text).to_bytes(8, "little") + text
+
+
+def _file_order(tensors: Mapping[str, _Shaped]) -> list[str]:
+    # Widest dtype first: after such a tensor the next one is aligned for any narrower dtype.
+    return sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
 
 
 @contextlib.contextmanager
@@ -247,17 +271,6 @@ def write_object(path: Path, value: Any) -> None:
     """
     with replacing(path) as partial:
         torch.save(value, partial)
-
-
-def file_order(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
-    """Return the keys in the order in which tensors are stored: widest dtype first.
-
-    After a tensor of a wide dtype the next one is aligned for any narrower dtype.
-
-    Args:
-        specs: Key -> dtype and shape, as for `write_tensors`.
-    """
-    return sorted(specs, key=lambda key: -specs[key][0].itemsize)
 
 
 def check_file(path: Path, record: FileRecord) -> str | None:

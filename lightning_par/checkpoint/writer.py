@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_par.checkpoint.index import (
@@ -26,8 +25,8 @@ from lightning_par.checkpoint.index import (
 from lightning_par.checkpoint.json_encoding import Encoder
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.storage import (
+    ChecksumFile,
     DTYPES,
-    file_order,
     FileRecord,
     publish,
     sync_files,
@@ -50,9 +49,7 @@ __all__ = [
     "merge_groups",
     "merge_index",
     "not_saved",
-    "state_specs",
     "write_part",
-    "write_state_tensors",
 ]
 
 
@@ -253,11 +250,9 @@ def _write_pieces(
     if not pieces:
         return {}
     name = file_name(kind, part.rank, part.world)
-    by_key = {piece.key: piece for piece in pieces}
-    specs = {key: (piece.values.dtype, piece.box.shape) for key, piece in by_key.items()}
-    # Lazy, so that tensors are copied from the device one by one.
-    values = ((key, by_key[key].values) for key in file_order(specs))
-    report.files[name] = write_tensors(folder / name, specs, values)
+    with ChecksumFile(folder / name) as file:
+        write_tensors(file, {piece.key: piece.values for piece in pieces})
+    report.files[name] = file.record
     return entries_of(pieces, name)
 
 
@@ -284,19 +279,9 @@ def _write_state(folder: Path, part: Part, report: WriteReport) -> None:
     report.files[name] = write_json(folder / name, part.state)
     if part.tensors:
         name = file_name("state", part.rank, part.world)
-        report.files[name] = write_state_tensors(folder / name, part)
-
-
-def write_state_tensors(path: Path, part: Part, place: int | None = None) -> FileRecord:
-    """Write the tensors in the state of a rank; see `write_tensors`."""
-    specs = state_specs(part)
-    values = ((key, part.tensors[key]) for key in file_order(specs))
-    return write_tensors(path, specs, values, place=place)
-
-
-def state_specs(part: Part) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of the tensors in the state of a rank."""
-    return {key: (t.dtype, tuple(t.shape)) for key, t in part.tensors.items()}
+        with ChecksumFile(folder / name) as file:
+            write_tensors(file, part.tensors)
+        report.files[name] = file.record
 
 
 def encode_state(part: Part) -> bytes:
