@@ -180,9 +180,14 @@ class Index:
             raise CheckpointError("LP502", f"the index has no weight for its name {unknown[0]!r}.")
         return index
 
+    @property
+    def kinds(self) -> dict[str, dict[str, TensorEntry]]:
+        """Weights and optimizer states by the name of their kind."""
+        return {"weights": self.weights, "optimizer": self.optimizer}
+
     def chunks(self) -> Iterator[tuple[str, TensorEntry, Chunk]]:
         """Give every stored box with its kind, ``weights`` or ``optimizer``, and its tensor."""
-        for kind, entries in (("weights", self.weights), ("optimizer", self.optimizer)):
+        for kind, entries in self.kinds.items():
             for entry in entries.values():
                 yield from ((kind, entry, chunk) for chunk in entry.chunks)
 
@@ -192,7 +197,7 @@ class Index:
         Raises:
             CheckpointError: A part of a tensor is missing or stored twice; names the first one.
         """
-        for kind, entries in (("weights", self.weights), ("optimizer", self.optimizer)):
+        for kind, entries in self.kinds.items():
             for name, entry in entries.items():
                 if not entry.is_complete():
                     boxes = [(c.offset, c.shape) for c in entry.chunks]

@@ -7,7 +7,7 @@ kept if the save fails.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -18,24 +18,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.checkpoint.claims import FolderClaims
-from lightning_par.checkpoint.file_writer import (
-    begin_file,
-    commit_file,
-    outline,
-    Skeleton,
-    write_slices,
-)
+from lightning_par.checkpoint.file_writer import FileSave
 from lightning_par.checkpoint.pieces import assign_writers
 from lightning_par.checkpoint.progress import counted
-from lightning_par.checkpoint.storage import partial_path, remove_path
-from lightning_par.checkpoint.writer import (
-    commit,
-    not_saved,
-    Part,
-    SaveMetadata,
-    write_part,
-    WriteReport,
-)
+from lightning_par.checkpoint.storage import remove_path
+from lightning_par.checkpoint.writer import FolderSave, Part, Save, SaveMetadata
 from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
@@ -45,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Ranks:
-    """The ranks of a save: gathers to, and broadcasts from, rank 0.
+    """The ranks of a save.
 
     Args:
         part: Knows rank and world size.
@@ -53,110 +40,50 @@ class _Ranks:
     """
 
     def __init__(self, part: Part, group: dist.ProcessGroup | None) -> None:
-        self.rank, self._world, self._group = part.rank, part.world, group
+        self._rank, self._world, self._group = part.rank, part.world, group
 
-    def barrier(self) -> None:
-        """Wait for all."""
-        if self._group is not None:
-            dist.barrier(self._group)
+    def decide(self, act: Callable[[list[Any]], Any], said: Any, path: Path) -> Any:
+        """Let rank 0 act on what all ranks say; return its result on every rank.
 
-    def gather(self, value: Any) -> list[Any] | None:
+        Args:
+            act: Takes the values of all ranks; called on rank 0.
+            said: Value of this rank.
+            path: What is saved, for messages.
+
+        Raises:
+            CheckpointError: On every rank, if `act` raised it, or a rank does not take part.
+        """
+        result, error = None, None
+        try:
+            everything = self._gather(said)
+            if everything is not None:
+                # Kept and not raised yet: the other ranks wait in the broadcast.
+                try:
+                    result = act(everything)
+                except CheckpointError as failure:
+                    error = failure
+            result, problem = self._broadcast((result, None if error is None else error.message))
+        except RuntimeError as failure:  # of gloo: a rank has died or timed out
+            raise _lost_a_rank(path, failure) from failure
+        if problem is not None:
+            raise CheckpointError("LP508", problem) from error
+        return result
+
+    def _gather(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks on rank 0; elsewhere None."""
         if self._group is None:
             return [value]
-        values: list[Any] | None = [None] * self._world if self.rank == 0 else None
+        values: list[Any] | None = [None] * self._world if self._rank == 0 else None
         dist.gather_object(value, values, group=self._group)
         return values
 
-    def broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         if self._group is None:
             return value
         box = [value]
         dist.broadcast_object_list(box, 0, group=self._group)
         return box[0]
-
-
-class _FolderSave:
-    """A save as a folder: `begin`, then `write` and `commit`, perhaps in another thread.
-
-    Args:
-        path: Final path.
-        part: What this rank writes.
-        metadata: What rank 0 adds.
-        ranks: All of them.
-    """
-
-    def __init__(self, path: Path, part: Part, metadata: SaveMetadata, ranks: _Ranks) -> None:
-        self.path, self.part, self.metadata, self.ranks = path, part, metadata, ranks
-        self.partial = partial_path(path)
-
-    def begin(self) -> None:
-        """Remove what a run that was killed has left."""
-        if self.ranks.rank == 0:
-            remove_path(self.partial)
-        self.ranks.barrier()  # no rank writes before
-
-    def hold(self) -> None:
-        """Copy what is written in the background, as training goes on."""
-        self.part = self.part.on_cpu()
-
-    def write(self) -> WriteReport:
-        """Write what this rank holds."""
-        return write_part(self.partial, self.part)
-
-    def commit(self, reports: Sequence[WriteReport]) -> None:
-        """Complete the checkpoint; on rank 0."""
-        commit(
-            self.partial,
-            self.path,
-            reports,
-            self.metadata.manifest,
-            aliases=self.metadata.aliases,
-            order=self.metadata.place,
-        )
-
-
-class _FileSave(_FolderSave):
-    """A save as one file, of which `begin` makes all but the bytes of tensors."""
-
-    def begin(self) -> None:
-        """Write the file without the bytes of tensors.
-
-        Raises:
-            CheckpointError: On every rank, if that failed.
-        """
-        outlines = self.ranks.gather(outline(self.part))
-        self.skeleton: Skeleton | None = None
-        answer: dict[str, int] | str = ""
-        if outlines is not None:
-            try:
-                remove_path(self.partial)
-                self.skeleton = begin_file(self.partial, outlines, self.part, self.metadata)
-                answer = {**self.skeleton.starts, **self.skeleton.places}
-            except Exception as error:
-                remove_path(self.partial)
-                answer = not_saved(self.path, error).message
-        answer = self.ranks.broadcast(answer)
-        if isinstance(answer, str):
-            raise CheckpointError("LP508", answer)
-        self.starts = answer
-
-    def hold(self) -> None:
-        """Copy what is written in the background, as training goes on."""
-        super().hold()
-        if self.skeleton is not None:
-            loose = {name: v.to("cpu", copy=True) for name, v in self.skeleton.loose.items()}
-            self.skeleton.loose = loose
-
-    def write(self) -> WriteReport:
-        """Write what this rank holds."""
-        return write_slices(self.partial, self.part, self.skeleton, self.starts)
-
-    def commit(self, reports: Sequence[WriteReport]) -> None:
-        """Complete the checkpoint; on rank 0."""
-        assert self.skeleton is not None
-        commit_file(self.partial, self.path, reports, self.skeleton, self.metadata.manifest)
 
 
 class CheckpointSaver:
@@ -197,9 +124,8 @@ class CheckpointSaver:
             CheckpointError: On every rank, if any rank failed; the new checkpoint is removed.
 
         **Communicates**: an all-reduce of one number; if that says so, an all-gather of the names
-        and sizes of all boxes; for a folder a barrier, for one file a gather of names and states to
-        rank 0 and a broadcast of places; a gather of reports to rank 0, and a broadcast of the
-        outcome.
+        and sizes of all boxes; a gather of names to rank 0, for one file also of states, and a
+        broadcast of places; a gather of reports to rank 0, and a broadcast of the outcome.
         """
         self.wait()
         if part.rank == 0:
@@ -208,21 +134,15 @@ class CheckpointSaver:
             self._claim(path.parent)
         part = part.only(self._assign(part))
         ranks = _Ranks(part, None if part.world == 1 else self._save_group())
-        made = _FolderSave if part.plain is None else _FileSave
-        save = made(path, part, metadata, ranks)
-        try:
-            save.begin()
-        except CheckpointError:
-            raise
-        except RuntimeError as failure:  # of gloo: a rank has died or timed out
-            raise _lost_a_rank(path, failure) from failure
+        save = (FolderSave if part.plain is None else FileSave)(path, part, metadata)
+        starts = ranks.decide(save.prepare, save.outline(), path)
         if not background:
-            _complete(save)
+            _complete(save, ranks, starts)
             return
         save.hold()
         self._running = Future()
         target = _complete_in_background
-        Thread(target=target, args=(save, self._running), daemon=True).start()
+        Thread(target=target, args=(save, ranks, starts, self._running), daemon=True).start()
 
     def _claim(self, folder: Path) -> None:
         if not self._claims.add(folder):
@@ -291,42 +211,28 @@ class CheckpointSaver:
         return self._group
 
 
-def _complete_in_background(save: _FolderSave, outcome: "Future[None]") -> None:
+def _complete(save: Save, ranks: _Ranks, starts: Mapping[str, int]) -> None:
+    """Write on every rank, and commit on rank 0.
+
+    Raises:
+        CheckpointError: On every rank, if any rank failed.
+    """
+    with counted("write", f"saving {save.path.name}", save.part.nbytes):
+        report = save.write(starts)
+    ranks.decide(save.commit, report, save.path)
+
+
+def _complete_in_background(
+    save: Save, ranks: _Ranks, starts: Mapping[str, int], outcome: "Future[None]"
+) -> None:
     try:
-        _complete(save)
+        _complete(save, ranks, starts)
     except BaseException as error:
         _log.error("%s", error)
         known = isinstance(error, CheckpointError)
         outcome.set_exception(error if known else _lost_a_rank(save.path, error))
     else:
         outcome.set_result(None)
-
-
-def _complete(save: _FolderSave) -> None:
-    """Write on every rank, and commit on rank 0.
-
-    Raises:
-        CheckpointError: On every rank, if any rank failed.
-    """
-    error: CheckpointError | None = None
-    try:
-        part = save.part
-        size = sum(piece.nbytes for piece in (*part.weights, *part.optimizer))
-        size += sum(tensor.nbytes for tensor in part.tensors.values())
-        with counted("write", f"saving {save.path.name}", size):
-            written = save.write()
-        reports = save.ranks.gather(written)
-        if reports is not None:
-            # Kept and not raised yet: the other ranks wait in the broadcast.
-            try:
-                save.commit(reports)
-            except CheckpointError as failure:
-                error = failure
-        outcome = save.ranks.broadcast(None if error is None else error.message)
-    except RuntimeError as failure:  # of gloo: a rank has died or timed out
-        raise _lost_a_rank(save.path, failure) from failure
-    if outcome is not None:
-        raise CheckpointError("LP508", outcome) from error
 
 
 def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:

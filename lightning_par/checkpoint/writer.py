@@ -1,10 +1,11 @@
-"""Checkpoint writer: what a rank writes, and checkpoints that are folders.
+"""Checkpoint writer: what a rank writes, the steps of a save in either form, and folders.
 
-Every rank writes its files into a hidden folder, which rank 0 commits.
+What a save writes has a hidden name until rank 0 commits it.
 """
 
+import contextlib
 import json
-import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +29,11 @@ from lightning_par.checkpoint.storage import (
     ChecksumFile,
     DTYPES,
     FileRecord,
+    partial_path,
     publish,
+    remove_path,
     sync_files,
+    tensors_length,
     write_json,
     write_tensors,
 )
@@ -37,19 +41,14 @@ from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError, describe
 
 __all__ = [
+    "FolderSave",
     "Part",
     "Plain",
+    "Report",
+    "Save",
     "SaveMetadata",
-    "WriteReport",
-    "check_reports",
-    "commit",
-    "encode_state",
-    "entries_of",
     "make_part",
     "merge_groups",
-    "merge_index",
-    "not_saved",
-    "write_part",
 ]
 
 
@@ -73,20 +72,21 @@ class SaveMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """What goes into the pickle of a checkpoint that is one file, not encoded.
+    """What rank 0 writes for a rank into a checkpoint that is one file.
 
     Attributes:
-        state: What the Trainer dumped; of its state dict and its optimizers only that they are
-            there. Used of rank 0.
-        values: As `Part.values`.
-        groups: As `Part.groups`.
+        values: As `Part.values`, not encoded.
+        groups: As `Part.groups`, not encoded.
         state_names: Names of optimizer states (``exp_avg``), in the optimizers' order.
+        state: `Part.state` as JSON text.
+        room: Length of the record for `Part.tensors`; 0: there are none.
     """
 
-    state: Mapping[str, Any]
     values: Mapping[str, Any]
     groups: Sequence[Sequence[Mapping[str, Any]]]
-    state_names: Sequence[str] = ()
+    state_names: Sequence[str]
+    state: bytes
+    room: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,9 @@ class Part:
         tensors: Key -> tensor, of all tensors inside `state`, `values` and `groups`.
         values: Entries of the state dicts that are no tensors, encoded; see `Index`.
         groups: Per optimizer its parameter groups: encoded options, and FQNs.
-        plain: What of it goes into a pickle, too; None: the checkpoint is a folder.
+        dumped: For one file: what the Trainer dumped; of its state dict and its optimizers only
+            that they are there. Used of rank 0.
+        plain: For one file: what rank 0 writes for this rank; None: the checkpoint is a folder.
         error: Why this rank has nothing to write; None: it has.
     """
 
@@ -116,8 +118,20 @@ class Part:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    dumped: Mapping[str, Any] = field(default_factory=dict)
     plain: Plain | None = None
     error: str | None = None
+
+    @property
+    def pieces(self) -> dict[str, Sequence[Piece]]:
+        """Local shards by their kind."""
+        return {"weights": self.weights, "optimizer": self.optimizer}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        shards = sum(piece.nbytes for pieces in self.pieces.values() for piece in pieces)
+        return shards + sum(tensor.nbytes for tensor in self.tensors.values())
 
     def only(self, boxes: Container[Box]) -> "Part":
         """Return a copy with only some of the shards.
@@ -153,7 +167,7 @@ def make_part(
     state: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
     groups: Sequence[Sequence[Mapping[str, Any]]] = (),
-    plain: Mapping[str, Any] | None = None,
+    dumped: Mapping[str, Any] | None = None,
 ) -> Part:
     """Make the part of one rank: encode its state, check its dtypes.
 
@@ -166,7 +180,7 @@ def make_part(
         state: The rest of the state by the Trainer's keys, not encoded.
         values: Entries of the state dicts that are no tensors, named as in `Index.values`.
         groups: Per optimizer its parameter groups: options, and FQNs under ``"params"``.
-        plain: For one file: what the Trainer dumped, see `Plain.state`.
+        dumped: For one file: what the Trainer dumped, see `Part.dumped`.
 
     Raises:
         CheckpointError: A tensor has a dtype that safetensors lacks, or a value cannot be encoded;
@@ -178,11 +192,9 @@ def make_part(
                 "LP505",
                 f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold.",
             )
-    # All states, as of some of them another rank may be the writer.
-    state_names = list(dict.fromkeys(p.box.name.rpartition("/")[2] for p in optimizer))
     encoder = Encoder(file_name("state", rank, world))
     encode = encoder.encode
-    return Part(
+    part = Part(
         rank=rank,
         world=world,
         step=step,
@@ -194,207 +206,238 @@ def make_part(
             [{k: encode(v, f"param_groups.{k}") for k, v in g.items()} for g in o] for o in groups
         ],
         tensors=encoder.tensors,
-        plain=None
-        if plain is None
-        else Plain(state=plain, values=values or {}, groups=groups, state_names=state_names),
     )
+    if dumped is None:
+        return part
+    plain = Plain(
+        values=values or {},
+        groups=groups,
+        # All states, as of some of them another rank may be the writer.
+        state_names=list(dict.fromkeys(p.box.name.rpartition("/")[2] for p in optimizer)),
+        state=json.dumps(part.state, allow_nan=False).encode(),
+        room=tensors_length(part.tensors) if part.tensors else 0,
+    )
+    return replace(part, dumped=dumped, plain=plain)
 
 
 @dataclass(kw_only=True)
-class WriteReport:
-    """Result of `write_part` on one rank, which it sends to rank 0.
+class Report:
+    """What a rank tells rank 0: what it holds before it writes, and its files afterwards.
 
     Attributes:
         rank: Global rank.
         step: Number of optimizer steps of its weights.
-        files: Name -> length and checksum of the files that it wrote.
-        index: Index of what it wrote.
-        error: Why it could not write; None: it could.
+        index: Index of what it writes.
+        plain: As `Part.plain`.
+        files: Name -> length and checksum of what it wrote.
+        error: Why it cannot write; None: it can.
     """
 
     rank: int
-    step: int = 0
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    step: int
     index: Index = field(default_factory=Index)
+    plain: Plain | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
 
 
-def write_part(folder: Path, part: Part) -> WriteReport:
-    """Write the files of one rank and fsync them.
+class Save(ABC):
+    """The steps of a save, in which every rank takes part.
+
+    The ranks `outline` what they hold; rank 0 has the outlines of all ranks and will `prepare`;
+    every rank will `write`; rank 0 has the reports of all ranks and will `commit`.
 
     Args:
-        folder: Folder of the files, created if it does not exist.
+        path: Final path.
         part: What this rank writes.
-
-    Returns:
-        The report of this rank. An error is reported in it and not raised: the other ranks wait for
-        the report.
+        metadata: What rank 0 adds.
     """
-    report = WriteReport(rank=part.rank, step=part.step, error=part.error)
-    if part.error is not None:
+
+    def __init__(self, path: Path, part: Part, metadata: SaveMetadata) -> None:
+        self.path, self.part = path, part
+        self._metadata = metadata
+        self._partial = partial_path(path)
+        self._index = Index()
+        self._files: dict[str, FileRecord] = {}
+
+    def outline(self) -> Report:
+        """Return what this rank holds, without its tensors."""
+        part = self.part
+        report = Report(rank=part.rank, step=part.step, plain=part.plain, error=part.error)
+        report.index = Index(
+            weights=_entries_of(part, "weights"),
+            optimizer=_entries_of(part, "optimizer"),
+            groups=part.groups,
+            values=dict(part.values),
+        )
         return report
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        report.index.weights = _write_pieces(folder, "weights", part.weights, part, report)
-        report.index.optimizer = _write_pieces(folder, "optimizer", part.optimizer, part, report)
-        _write_state(folder, part, report)
-        sync_files(folder / name for name in report.files)
-    except Exception as error:
-        report.error = describe(error)
-    return report
+
+    def prepare(self, outlines: Sequence[Report]) -> dict[str, int]:
+        """Remove what a run that was killed has left, and make what all ranks write into.
+
+        Args:
+            outlines: Those of all ranks, in their order.
+
+        Returns:
+            What the ranks need to write: name -> place of its first byte.
+
+        Raises:
+            CheckpointError: A rank failed, or what they hold does not fit together; names every
+                such rank, and the cause.
+        """
+        try:
+            remove_path(self._partial)
+            self._check_reports(outlines)
+            self._index = self._merge_index(outlines)
+            return self._lay_out(outlines)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def hold(self) -> None:
+        """Copy what is written in the background, as training goes on."""
+        self.part = self.part.on_cpu()
+
+    def write(self, starts: Mapping[str, int]) -> Report:
+        """Write what this rank holds, and fsync it.
+
+        Args:
+            starts: What `prepare` gave.
+
+        Returns:
+            The report of this rank. An error is reported in it and not raised: the other ranks wait
+            for the report.
+        """
+        report = Report(rank=self.part.rank, step=self.part.step)
+        try:
+            report.files = self._write(starts)
+        except Exception as error:
+            report.error = describe(error)
+        return report
+
+    def commit(self, reports: Sequence[Report]) -> None:
+        """Add index and manifest, and rename what was written to its final path.
+
+        If anything fails, what was written is removed, and an existing checkpoint of that name
+        stays.
+
+        Args:
+            reports: Reports of all ranks, in their order.
+
+        Raises:
+            CheckpointError: A rank failed; names every such rank, and the cause.
+        """
+        try:
+            self._check_reports(reports)
+            for report in reports:
+                self._files |= report.files
+            self._metadata.manifest.files = self._files
+            self._seal(reports)
+            publish(self._partial, self.path)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    @abstractmethod
+    def _lay_out(self, outlines: Sequence[Report]) -> dict[str, int]:
+        """Make what all ranks write into; see `prepare`."""
+
+    @abstractmethod
+    def _write(self, starts: Mapping[str, int]) -> dict[str, FileRecord]:
+        """Write what this rank holds; return what goes into `Report.files`."""
+
+    @abstractmethod
+    def _seal(self, reports: Sequence[Report]) -> None:
+        """Write index and manifest."""
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        """Remove what was written; return the error that says so."""
+        with contextlib.suppress(OSError):  # the other ranks wait to be told
+            remove_path(self._partial)
+        cause = error.message if isinstance(error, CheckpointError) else f"rank 0: {error}"
+        kept = self.path.exists()
+        before = "what was there before is untouched" if kept else "nothing is left"
+        return CheckpointError("LP508", f"{self.path} was not saved, {before}: {cause}")
+
+    def _check_reports(self, reports: Sequence[Report]) -> None:
+        """Check that no rank failed, and that all are at the same step."""
+        # One kind of problem at a time: a rank that failed has no step and no files to compare.
+        problems = [f"rank {r.rank}: {r.error}" for r in reports if r.error is not None]
+        step = self._metadata.manifest.step
+        if not problems:
+            problems = [
+                f"rank {r.rank} is at step {r.step}, rank {reports[0].rank} at step {step}"
+                for r in reports
+                if r.step != step
+            ]
+        if problems:
+            raise CheckpointError("LP508", "; ".join(problems))
+
+    def _merge_index(self, outlines: Sequence[Report]) -> Index:
+        """Return the index of what all ranks write, complete."""
+        found = [outline.index for outline in outlines]
+        index = Index(
+            weights=merge_entries(i.weights for i in found),
+            optimizer=merge_entries(i.optimizer for i in found),
+            groups=merge_groups([i.groups for i in found if i.groups], self._metadata.place),
+            values={k: v for i in found for k, v in i.values.items()},
+        )
+        # A hook of the user may have left a tied weight out of the state dict.
+        aliases = self._metadata.aliases.items()
+        index.aliases = {name: of for name, of in aliases if of in index.weights}
+        index.check_complete()
+        return index
 
 
-def _write_pieces(
-    folder: Path, kind: str, pieces: Sequence[Piece], part: Part, report: WriteReport
-) -> dict[str, TensorEntry]:
-    if not pieces:
+class FolderSave(Save):
+    """A save as a folder, into which every rank writes files of its own."""
+
+    def _lay_out(self, outlines: Sequence[Report]) -> dict[str, int]:
         return {}
-    name = file_name(kind, part.rank, part.world)
-    with ChecksumFile(folder / name) as file:
-        write_tensors(file, {piece.key: piece.values for piece in pieces})
-    report.files[name] = file.record
-    return entries_of(pieces, name)
+
+    def _write(self, starts: Mapping[str, int]) -> dict[str, FileRecord]:
+        part, folder = self.part, self._partial
+        folder.mkdir(parents=True, exist_ok=True)
+        state = file_name("state", part.rank, part.world, "json")
+        files = {}
+        tensors = {kind: {p.key: p.values for p in pieces} for kind, pieces in part.pieces.items()}
+        for kind, values in {**tensors, "state": part.tensors}.items():
+            if kind == "state":
+                files[state] = write_json(folder / state, part.state)
+            if values:
+                name = file_name(kind, part.rank, part.world)
+                with ChecksumFile(folder / name) as file:
+                    # One after another, so that tensors are copied from the device one by one.
+                    write_tensors(file, values)
+                files[name] = file.record
+        sync_files(folder / name for name in files)
+        return files
+
+    def _seal(self, reports: Sequence[Report]) -> None:
+        folder, manifest = self._partial, self._metadata.manifest
+        problems = [
+            f"rank {r.rank} wrote {name}, which rank {reports[0].rank} does not see: all nodes "
+            "have to share the folder"
+            for r in reports
+            for name in r.files
+            if not (folder / name).exists()
+        ]
+        if problems:
+            raise CheckpointError("LP508", "; ".join(problems))
+        manifest.files[INDEX] = write_json(folder / INDEX, self._index.to_json())
+        manifest.write(folder)  # last: a folder with a manifest is complete
+        sync_files([folder / INDEX, folder / MANIFEST])
 
 
-def entries_of(pieces: Sequence[Piece], file: str) -> dict[str, TensorEntry]:
-    """Return the index of shards that one rank writes.
-
-    Args:
-        pieces: The shards.
-        file: Name of the file that holds them.
-    """
+def _entries_of(part: Part, kind: str) -> dict[str, TensorEntry]:
+    """Return the index of the shards that one rank writes; of one file, it names no records yet."""
+    file = file_name(kind, part.rank, part.world) if part.plain is None else ""
     return merge_entries(
         {
             p.box.name: TensorEntry(
                 p.values.dtype, p.global_shape, (Chunk(file, p.key, p.box.offset, p.box.shape),)
             )
         }
-        for p in pieces
+        for p in part.pieces[kind]
     )
-
-
-def _write_state(folder: Path, part: Part, report: WriteReport) -> None:
-    report.index.values, report.index.groups = dict(part.values), part.groups
-    name = file_name("state", part.rank, part.world, "json")
-    report.files[name] = write_json(folder / name, part.state)
-    if part.tensors:
-        name = file_name("state", part.rank, part.world)
-        with ChecksumFile(folder / name) as file:
-            write_tensors(file, part.tensors)
-        report.files[name] = file.record
-
-
-def encode_state(part: Part) -> bytes:
-    """Return the state of a rank as JSON."""
-    return json.dumps(part.state, allow_nan=False).encode()
-
-
-def commit(
-    folder: Path,
-    final: Path,
-    reports: Sequence[WriteReport],
-    manifest: Manifest,
-    *,
-    aliases: Mapping[str, str],
-    order: Callable[[str], int],
-) -> None:
-    """Write index and manifest and rename the folder to its final path; called on one rank.
-
-    If anything fails, the hidden folder is removed, and an existing checkpoint of that name stays.
-
-    Args:
-        folder: Hidden folder into which all ranks have written.
-        final: Final path of the checkpoint.
-        reports: Reports of all ranks, in their order.
-        manifest: Manifest with an empty list of files.
-        aliases: Further FQNs of tied weights -> FQN under which the weight is stored.
-        order: Function from a parameter's FQN to its position in the model.
-
-    Raises:
-        CheckpointError: A rank failed, or what they wrote does not fit together; names every such
-            rank, and the cause.
-    """
-    try:
-        check_reports(reports, manifest.step)
-        _check_shared(folder, reports)
-        index = merge_index(reports, aliases, order)
-        for report in reports:
-            manifest.files.update(report.files)
-        manifest.files[INDEX] = write_json(folder / INDEX, index.to_json())
-        manifest.write(folder)  # last: a folder with a manifest is complete
-        sync_files([folder / INDEX, folder / MANIFEST])
-        publish(folder, final)
-    except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise not_saved(final, error) from error
-
-
-def not_saved(final: Path, error: Exception) -> CheckpointError:
-    """Return the error of a save that failed, after its hidden folder or file is removed.
-
-    Args:
-        final: Path of the checkpoint.
-        error: What failed on rank 0, or a `CheckpointError` that says what failed elsewhere.
-    """
-    cause = error.message if isinstance(error, CheckpointError) else f"rank 0: {error}"
-    before = "what was there before is untouched" if final.exists() else "nothing is left"
-    return CheckpointError("LP508", f"{final} was not saved, {before}: {cause}")
-
-
-def merge_index(
-    reports: Sequence[WriteReport], aliases: Mapping[str, str], order: Callable[[str], int]
-) -> Index:
-    """Return the index of what all ranks wrote.
-
-    Args:
-        reports: Reports of all ranks, in their order.
-        aliases: Further FQNs of tied weights -> FQN under which the weight is stored.
-        order: Function from a parameter's FQN to its position in the model.
-
-    Raises:
-        CheckpointError: A part of a tensor is missing or there twice.
-    """
-    index = Index(
-        weights=merge_entries(r.index.weights for r in reports),
-        aliases=dict(aliases),
-        optimizer=merge_entries(r.index.optimizer for r in reports),
-        groups=merge_groups([r.index.groups for r in reports if r.index.groups], order),
-        values={k: v for r in reports for k, v in r.index.values.items()},
-    )
-    # A hook of the user may have left a tied weight out of the state dict.
-    index.aliases = {k: v for k, v in index.aliases.items() if v in index.weights}
-    index.check_complete()
-    return index
-
-
-def check_reports(reports: Sequence[WriteReport], step: int) -> None:
-    """Check that no rank failed, and that all are at the same step.
-
-    Raises:
-        CheckpointError: With every rank that did, or is not.
-    """
-    # One kind of problem at a time: a rank that failed has no step and no files to compare.
-    problems = [f"rank {r.rank}: {r.error}" for r in reports if r.error is not None]
-    if not problems:
-        problems = [
-            f"rank {r.rank} is at step {r.step}, rank {reports[0].rank} at step {step}"
-            for r in reports
-            if r.step != step
-        ]
-    if problems:
-        raise CheckpointError("LP508", "; ".join(problems))
-
-
-def _check_shared(folder: Path, reports: Sequence[WriteReport]) -> None:
-    problems = [
-        f"rank {r.rank} wrote {name}, which rank {reports[0].rank} does not see: all nodes "
-        "have to share the folder"
-        for r in reports
-        for name in r.files
-        if not (folder / name).exists()
-    ]
-    if problems:
-        raise CheckpointError("LP508", "; ".join(problems))
 
 
 def merge_groups(

@@ -11,7 +11,8 @@ from lightning_par.checkpoint.export import export_weights
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.writer import commit, make_part, write_part
+from lightning_par.checkpoint.save_coordinator import CheckpointSaver
+from lightning_par.checkpoint.writer import make_part, SaveMetadata
 from lightning_par.dtensor import Box
 from lightning_par.models import GPTModule
 from tests.support.checkpoints import write_folder
@@ -115,9 +116,9 @@ def test_export_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     count, size = 24, 250_000
     values = {f"w{i}": torch.full((size,), float(i)) for i in range(count)}
     pieces = [Piece(Box(n, (0,), (size,)), (size,), v) for n, v in values.items()]
-    report = write_part(tmp_path / "partial", make_part(0, 1, weights=pieces))
     path, manifest = tmp_path / "a.ckpt", Manifest(world_size=1)
-    commit(tmp_path / "partial", path, [report], manifest, aliases={}, order=list(values).index)
+    metadata = SaveMetadata(manifest=manifest, aliases={}, place=list(values).index)
+    CheckpointSaver().save(path, make_part(0, 1, weights=pieces), metadata)
     reader, out = CheckpointReader(path), tmp_path / "out.safetensors"
     with torch.profiler.profile(profile_memory=True) as profile:
         export_weights(reader, out)

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_par.checkpoint.reader import CheckpointReader, find_problems
 from lightning_par.errors import CheckpointError
-from tests.contract.test_checkpoints import fit
+from tests.contract.test_checkpoints import fit, Rich
 from tests.support.ranks.api import ranks
 
 pytestmark = pytest.mark.contract
@@ -64,3 +64,17 @@ def test_full_disk_on_one_rank_keeps_the_previous_checkpoint_and_stops_all(
     left = {p.name for p in tmp_path.iterdir()} - {".lightning_par-progress"}
     assert left == {"a.ckpt"}
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_state_of_one_rank_that_cannot_be_stored_is_an_error_on_all(
+    rank: int, world: int, form: str, tmp_path: Path
+) -> None:
+    """Only rank 0 stores the states of callbacks."""
+    callbacks = [Rich(odd=lambda: 1), ModelCheckpoint(tmp_path, "a")]
+    says = r"a\.ckpt was not saved, nothing is left: rank 0: .*odd is a function, which cannot be"
+    with pytest.raises(CheckpointError, match=says):
+        fit(world, "dp2", callbacks, strategy={"checkpoint_format": form})
+    torch.distributed.barrier()
+    assert {p.name for p in tmp_path.iterdir()} <= {".lightning_par-progress"}

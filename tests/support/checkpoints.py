@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.checkpoint.file_writer import begin_file, commit_file, outline, write_slices
+from lightning_par.checkpoint.file_writer import FileSave
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
-from lightning_par.checkpoint.writer import commit, make_part, SaveMetadata, write_part
+from lightning_par.checkpoint.writer import FolderSave, make_part, SaveMetadata
 from lightning_par.dtensor import Box
 
 WORLD = 2
@@ -67,36 +67,33 @@ def part_of(
         optimizer=moments,
         state=state,
         groups=groups,
-        plain={"state_dict": None, "optimizer_states": [], **state} if as_file else None,
+        dumped={"state_dict": None, "optimizer_states": [], **state} if as_file else None,
     )
 
 
-def write_folder(path: Path, seed: int, state: Any = None) -> Path:
+def write_together(path: Path, seed: int, state: Any, *, as_file: bool) -> Path:
     """Write a checkpoint of two ranks."""
-    partial = path.with_name(f".{path.name}.partial")
-    reports = [write_part(partial, part_of(seed, rank, state=state)) for rank in range(WORLD)]
-    manifest = Manifest(world_size=WORLD, step=seed, epoch=seed)
-    order = list(make_values(seed)).index
-    commit(partial, path, reports, manifest, aliases={"tied": "table"}, order=order)
-    return path
-
-
-def write_file(path: Path, seed: int, state: Any = None) -> Path:
-    """Write a checkpoint of two ranks that is one file."""
-    partial = path.with_name(f".{path.name}.partial")
-    parts = [part_of(seed, rank, state=state, as_file=True) for rank in range(WORLD)]
-    order = SaveMetadata(
+    metadata = SaveMetadata(
         manifest=Manifest(world_size=WORLD, step=seed, epoch=seed),
         aliases={"tied": "table"},
         place=list(make_values(seed)).index,
     )
-    skeleton = begin_file(partial, [outline(part) for part in parts], parts[0], order)
-    starts = {**skeleton.starts, **skeleton.places}
-    reports = [
-        write_slices(partial, part, None if part.rank else skeleton, starts) for part in parts
-    ]
-    commit_file(partial, path, reports, skeleton, order.manifest)
+    made = FileSave if as_file else FolderSave
+    parts = [part_of(seed, rank, state=state, as_file=as_file) for rank in range(WORLD)]
+    saves = [made(path, part, metadata) for part in parts]
+    starts = saves[0].prepare([save.outline() for save in saves])
+    saves[0].commit([save.write(starts) for save in saves])
     return path
+
+
+def write_folder(path: Path, seed: int, state: Any = None) -> Path:
+    """Write a checkpoint of two ranks that is a folder."""
+    return write_together(path, seed, state, as_file=False)
+
+
+def write_file(path: Path, seed: int, state: Any = None) -> Path:
+    """Write a checkpoint of two ranks that is one file."""
+    return write_together(path, seed, state, as_file=True)
 
 
 WRITERS = {"folder": write_folder, "file": write_file}

@@ -277,7 +277,7 @@ class CheckpointSave:
             state=checkpoint,
             values=values,
             groups=groups,
-            plain=plain if as_file else None,
+            dumped=plain if as_file else None,
         )
 
     def _save_gathered(

@@ -13,6 +13,7 @@ import torch
 
 from lightning_par.checkpoint.reader import find_problems
 from lightning_par.checkpoint.storage import remove_path
+from lightning_par.checkpoint.writer import Save
 from tests.support.checkpoints import holds, save_alone
 from tests.support.ranks.api import RankError, ranks, run_ranks
 from tests.support.resharding import differences, go_on, LAYOUTS, run_layout, world_of
@@ -91,23 +92,20 @@ def die_while_saving(
     rank: int, world: int, layout: str, folder: Path, seed: int, form: str, name: str
 ) -> None:
     """Save at step 1, and die on one rank somewhere in the save of step 2, to some name."""
-    import lightning_par.checkpoint.save_coordinator as saver
-
     path = folder / "last.ckpt"
     options = {"checkpoint_format": form}
     go_on(rank, world, layout, folder, steps=1, save_at=1, save_to=path, **options)
     generator = random.Random(seed)
     victim = generator.randrange(world)
     number = generator.randrange(1, 12 if victim == 0 else 5)  # rank 0 has more to do
-    write = "write_part" if form == "folder" else "write_slices"
-    original = getattr(saver, write)
+    original = Save.write
     if rank == victim:
 
         def deadly(*arguments: Any) -> Any:
             Deadline(number)
             return original(*arguments)
 
-        setattr(saver, write, deadly)
+        Save.write = deadly  # type: ignore[method-assign]
     try:
         end = {"save_at": 2, "save_to": folder / name, **options}
         go_on(rank, world, layout, folder, steps=2, source=path, **end)
@@ -115,7 +113,7 @@ def die_while_saving(
         (folder / f"said-{rank}").write_text(str(error))
         raise
     finally:
-        setattr(saver, write, original)
+        Save.write = original  # type: ignore[method-assign]
     raise RuntimeError("the save was over before the kill")
 
 
