@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lightning_par.checkpoint.storage import ChecksumFile, DTYPES, FileRecord, read_regular
+from lightning_par.checkpoint.storage import check_regular, ChecksumFile, DTYPES, FileRecord
 from lightning_par.errors import CheckpointError
 
 __all__ = [
@@ -340,7 +340,8 @@ class Manifest:
                 names a file outside the folder.
         """
         try:
-            data = read_regular(folder / MANIFEST)
+            check_regular(folder / MANIFEST)
+            data = (folder / MANIFEST).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
                 "LP501", f"{folder} is not a complete checkpoint: it has no {MANIFEST}."

@@ -28,11 +28,9 @@ __all__ = [
     "DTYPES",
     "ChecksumFile",
     "FileRecord",
-    "check_file",
     "check_regular",
     "partial_path",
     "publish",
-    "read_regular",
     "remove_path",
     "replacing",
     "sync_files",
@@ -273,36 +271,6 @@ def write_object(path: Path, value: Any) -> None:
         torch.save(value, partial)
 
 
-def check_file(path: Path, record: FileRecord) -> str | None:
-    """Compare a file with its length and checksum.
-
-    Args:
-        path: File to read.
-        record: Length and checksum that were written.
-
-    Returns:
-        What is wrong with the file; None if nothing is.
-    """
-    try:
-        check_regular(path)
-        length = path.stat().st_size
-        if length != record.length:
-            return f"{path.name} has {length} bytes, but {record.length} were written"
-        found = 0
-        for part in _read(path):
-            found = zlib.crc32(part, found)
-            advance("verify", len(part))
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except CheckpointError as error:
-        return error.message
-    except OSError as error:
-        return f"{path.name} cannot be read: {error}"
-    if f"{found:08x}" != record.crc32:
-        return f"{path.name} is damaged: its checksum is {found:08x}, {record.crc32} was written"
-    return None
-
-
 def check_regular(path: Path) -> None:
     """Refuse a file of a checkpoint that is something else.
 
@@ -318,21 +286,6 @@ def check_regular(path: Path) -> None:
         raise CheckpointError(
             "LP502", f"{path.name} is no regular file, as every file of a checkpoint is"
         )
-
-
-def read_regular(path: Path) -> bytes:
-    """Return the content of a file; see `check_regular`."""
-    check_regular(path)
-    return path.read_bytes()
-
-
-def _read(path: Path) -> Iterator[memoryview]:
-    # In pieces through one buffer: a file may be larger than the memory.
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield view[:count]
 
 
 def sync_files(paths: Iterable[Path]) -> None:

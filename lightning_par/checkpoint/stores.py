@@ -6,9 +6,9 @@ import os
 import warnings
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import safetensors.torch
 import torch
@@ -27,7 +27,7 @@ from lightning_par.checkpoint.index import (
 from lightning_par.checkpoint.pieces import unbroken_runs
 from lightning_par.checkpoint.plain_file import read_manifest
 from lightning_par.checkpoint.progress import advance
-from lightning_par.checkpoint.storage import check_file, read_regular
+from lightning_par.checkpoint.storage import check_regular
 from lightning_par.checkpoint.tensor_files import TensorFiles
 from lightning_par.errors import CheckpointError
 
@@ -37,7 +37,7 @@ _BLOCK = 1 << 20
 """Bytes that are copied and then summed at a time."""
 
 
-class Store(Protocol):
+class Store(ABC):
     """Where a checkpoint is: verified bytes by name, and tensors.
 
     Attributes:
@@ -50,22 +50,54 @@ class Store(Protocol):
     index: Index
     files: TensorFiles
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @abstractmethod
+    def _parts(self, name: str) -> Iterator[memoryview]:
+        """Give the bytes that the manifest lists under a name; the next ones take the place of
+        each.
+        """
+
     def problem(self, name: str) -> str | None:
         """Compare what the manifest lists under a name with its checksum.
 
         Returns:
             What is wrong with it; None if nothing is.
         """
+        written, found = self.manifest.files[name].crc32, 0
+        try:
+            for part in self._parts(name):
+                found = zlib.crc32(part, found)
+                advance("verify", len(part))
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except CheckpointError as error:
+            return error.message
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        if f"{found:08x}" == written:
+            return None
+        return f"{name} is damaged: its checksum is {found:08x}, {written} was written"
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file or record."""
+        return b"".join(bytes(part) for part in self._parts(name))
 
     def state_tensor(self, file: str, key: str) -> Tensor:
         """Return a tensor that belongs to the state of a rank, in memory of its own."""
+        if file not in self.manifest.files:
+            raise CheckpointError("LP502", f"{self._path} names {file!r}, which is not there.")
+        # A clone, since a mapped tensor would keep the file open and change with it.
+        return self._state_tensor(file, key).clone()
+
+    @abstractmethod
+    def _state_tensor(self, file: str, key: str) -> Tensor:
+        """Return a tensor of a safetensors file, or of a record of that form."""
 
 
-class FolderStore:
-    """Store of a checkpoint folder; see `Store`.
+class FolderStore(Store):
+    """Store of a checkpoint folder.
 
     Args:
         path: The folder.
@@ -75,7 +107,7 @@ class FolderStore:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         self.manifest = Manifest.read(path)
         if INDEX not in self.manifest.files:
             raise CheckpointError("LP502", f"{path}: {MANIFEST} does not name {INDEX}.")
@@ -98,24 +130,24 @@ class FolderStore:
                 )
         self.files = TensorFiles(path)
 
-    def problem(self, name: str) -> str | None:
-        """See `Store.problem`."""
-        return check_file(self._path / name, self.manifest.files[name])
+    def _parts(self, name: str) -> Iterator[memoryview]:
+        path, length = self._path / name, self.manifest.files[name].length
+        check_regular(path)
+        found = path.stat().st_size
+        if found != length:
+            raise CheckpointError("LP502", f"{name} has {found} bytes, but {length} were written")
+        # Through one buffer: a file may be larger than the memory.
+        block = memoryview(bytearray(_BLOCK))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                yield block[:count]
 
-    def read(self, name: str) -> bytes:
-        """See `Store.read`."""
-        return read_regular(self._path / name)
-
-    def state_tensor(self, file: str, key: str) -> Tensor:
-        """See `Store.state_tensor`."""
-        if file not in self.manifest.files:
-            raise CheckpointError("LP502", f"{self._path} names {file!r}, which is not there.")
-        # A clone, since a mapped tensor would keep the file open and change with it.
-        return self.files.tensor(file, key).clone()
+    def _state_tensor(self, file: str, key: str) -> Tensor:
+        return self.files.tensor(file, key)
 
 
-class FileStore:
-    """Store of a checkpoint that is one file; see `Store`.
+class FileStore(Store):
+    """Store of a checkpoint that is one file.
 
     Args:
         path: The file.
@@ -125,7 +157,7 @@ class FileStore:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         data = read_manifest(path)
         if data is None:
             raise CheckpointError(
@@ -158,36 +190,18 @@ class FileStore:
                     "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
                 )
 
-    def problem(self, name: str) -> str | None:
-        """See `Store.problem`."""
-        record, found = self.manifest.files[name], 0
+    def _parts(self, name: str) -> Iterator[memoryview]:
         if name in self._boxes:
-            entry, chunk = self._boxes[name]
-            parts = self._file.box_bytes(entry, chunk)
-        else:
-            parts = self._file.bytes_at(self.manifest.places[name], record.length)
-        for part in parts:
-            found = zlib.crc32(part, found)
-            advance("verify", len(part))
-        if f"{found:08x}" == record.crc32:
-            return None
-        return f"{name} is damaged: its checksum is {found:08x}, {record.crc32} was written"
+            return self._file.box_bytes(*self._boxes[name])
+        return self._file.bytes_at(self.manifest.places[name], self.manifest.files[name].length)
 
-    def read(self, name: str) -> bytes:
-        """See `Store.read`."""
-        parts = self._file.bytes_at(self.manifest.places[name], self.manifest.files[name].length)
-        return b"".join(bytes(part) for part in parts)
-
-    def state_tensor(self, file: str, key: str) -> Tensor:
-        """See `Store.state_tensor`."""
+    def _state_tensor(self, file: str, key: str) -> Tensor:
         if file not in self._state:
-            if file not in self.manifest.places:
-                raise CheckpointError("LP502", f"{self._path} names {file!r}, which is not there.")
             try:
                 self._state[file] = safetensors.torch.load(self.read(file))
             except SafetensorError as error:
                 raise CheckpointError("LP502", f"{self._path}: {file}: {error}") from error
-        return self._state[file][key].clone()
+        return self._state[file][key]
 
 
 class _MappedFile(TensorFiles):
