@@ -1,6 +1,6 @@
 """Parameter groups of an optimizer: FQNs in our checkpoints, numbers in torch's state dicts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_par.checkpoint.tensor_files import StoredTensors
@@ -10,6 +10,8 @@ __all__ = [
     "StoredOptimizer",
     "by_name",
     "check_groups",
+    "merge_groups",
+    "merge_names",
     "number_names",
     "split_states",
     "torch_state",
@@ -66,6 +68,40 @@ def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
     for name in (n for group in groups for n in group):
         numbers.setdefault(name, len(numbers))
     return numbers
+
+
+def merge_names(parts: Sequence[Sequence[str]], order: Callable[[str], int]) -> list[str]:
+    """Return the parameters of one group over all stages of a pipeline, as one process has them.
+
+    They are in the optimizer's order, by which torch numbers them. Where stages hold parts of the
+    group, that order is not known, and the model's takes its place.
+
+    Args:
+        parts: FQNs of every stage, or of every rank.
+        order: Function from a parameter's FQN to its position in the model.
+    """
+    given = {tuple(dict.fromkeys(names)) for names in parts}
+    if len(given) == 1:
+        return list(*given)
+    return sorted({name for names in given for name in names}, key=order)
+
+
+def merge_groups(
+    parts: Sequence[Sequence[Sequence[Mapping[str, Any]]]], order: Callable[[str], int]
+) -> list[list[dict[str, Any]]]:
+    """Merge the parameter groups of all ranks: FQNs of all, options of one rank.
+
+    Args:
+        parts: Per rank that has optimizers, per optimizer its groups.
+        order: As for `merge_names`.
+    """
+    return [
+        [
+            {**group[0], "params": merge_names([part["params"] for part in group], order)}
+            for group in zip(*optimizers, strict=True)
+        ]
+        for optimizers in zip(*parts, strict=True)
+    ]
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StoredOptimizer:

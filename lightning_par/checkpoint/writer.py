@@ -24,6 +24,7 @@ from lightning_par.checkpoint.index import (
     TensorEntry,
 )
 from lightning_par.checkpoint.json_encoding import Encoder
+from lightning_par.checkpoint.optimizer_groups import merge_groups
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.storage import (
     ChecksumFile,
@@ -48,7 +49,6 @@ __all__ = [
     "Save",
     "SaveMetadata",
     "make_part",
-    "merge_groups",
 ]
 
 
@@ -438,27 +438,3 @@ def _entries_of(part: Part, kind: str) -> dict[str, TensorEntry]:
         }
         for p in part.pieces[kind]
     )
-
-
-def merge_groups(
-    parts: Sequence[Sequence[Sequence[Mapping[str, Any]]]], order: Callable[[str], int]
-) -> list[list[dict[str, Any]]]:
-    """Merge the parameter groups of all ranks: FQNs of all, options of one rank.
-
-    FQNs are in the optimizer's order, by which torch numbers them. With a pipeline, a rank's groups
-    hold the parameters of its stages only, and the model's order takes the place of that.
-
-    Args:
-        parts: Per rank that has optimizers, per optimizer its groups.
-        order: Function from a parameter's FQN to its position in the model.
-    """
-    merged = []
-    for optimizers in zip(*parts, strict=True):
-        groups = []
-        for group in zip(*optimizers, strict=True):
-            given = {tuple(dict.fromkeys(part["params"])) for part in group}
-            names = {name for part in given for name in part}
-            params = sorted(names, key=order) if len(given) > 1 else list(*given)
-            groups.append({**group[0], "params": params})
-        merged.append(groups)
-    return merged

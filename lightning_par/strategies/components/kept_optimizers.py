@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.storage import replacing
+from lightning_par.checkpoint.storage import write_object
 from lightning_par.dtensor import local_part
 from lightning_par.upstream.dtensor import sharded_like
 
@@ -42,8 +42,7 @@ class KeptOptimizers:
             {n: local_part(v) if isinstance(v, Tensor) else v for n, v in state.get(p, {}).items()}
             for state, p in self._held
         ]
-        with replacing(self._path) as partial:
-            torch.save({"era": self._era, "moment": moment, "states": states}, partial)
+        write_object(self._path, {"era": self._era, "moment": moment, "states": states})
 
     def read(self) -> str | None:
         """Read the file; return the moment of which it is, or None if it is not of this run, or of

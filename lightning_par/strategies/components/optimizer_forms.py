@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.optimizer_groups import number_names
+from lightning_par.checkpoint.optimizer_groups import merge_names, number_names
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.components.state_map import state_like
@@ -43,10 +43,7 @@ class WholeOptimizer:
         if model.mesh.sizes.pipeline > 1:
             stages *= model.mesh.sizes.pipeline
             dist.all_gather_object(stages, stages[0], group=model.mesh.group("pp"))
-        parts = zip(*stages, strict=True)
-        self._names = [list(dict.fromkeys(n for names in part for n in names)) for part in parts]
-        if len(stages) > 1:
-            self._names = [sorted(names, key=states.place) for names in self._names]
+        self._names = [merge_names(parts, states.place) for parts in zip(*stages, strict=True)]
         gathered = states.gather_optimizer(model.module, optimizer)
         self._states = broadcast_object(gathered.get("state", {}), 0, group)
 

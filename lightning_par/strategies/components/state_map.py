@@ -16,7 +16,12 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
+from lightning_par.checkpoint.optimizer_groups import (
+    by_name,
+    check_groups,
+    merge_names,
+    torch_state,
+)
 from lightning_par.checkpoint.pieces import cut_piece, Piece
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
@@ -274,23 +279,14 @@ class StateMap:
         states: dict[str, dict[str, Any]] = {name: {} for name in local["state"]}
         for (name, key), value in flat.items():
             states[name][key] = value
-        groups = [group["params"] for group in local["param_groups"]]
-        parts = self._gather_stages((states, groups))
+        options = local["param_groups"]
+        parts = self._gather_stages((states, [group["params"] for group in options]))
         if not parts:
             return {}
-        merged: dict[str, Any] = {}
-        for part, _ in parts:
-            merged.update(part)
-        names = self._merge([groups for _, groups in parts])
-        numbers = number_names(names)
-        order = sorted(merged, key=numbers.__getitem__)
-        return {
-            "state": {numbers[name]: merged[name] for name in order},
-            "param_groups": [
-                {**group, "params": [numbers[name] for name in members]}
-                for group, members in zip(local["param_groups"], names, strict=True)
-            ],
-        }
+        merged = {name: held for part, _ in parts for name, held in part.items()}
+        groups = zip(options, zip(*(names for _, names in parts), strict=True), strict=True)
+        named = [{**g, "params": merge_names(members, self.place)} for g, members in groups]
+        return torch_state(named, merged)
 
     @torch.no_grad()
     def load_optimizer(
@@ -321,7 +317,7 @@ class StateMap:
             dist.all_gather_object(stages, groups, group=self._mesh.group("pp"))
         else:
             stages = [groups]
-        merged = self._merge(stages)
+        merged = [merge_names(parts, self.place) for parts in zip(*stages, strict=True)]
         stored = by_name(state, merged)
         check_groups(stored, merged)
         local_state, numbers = {}, count()
@@ -361,17 +357,6 @@ class StateMap:
                 "parameter of the module, so that it has no name in a checkpoint.",
             )
         return names[id(parameter)]
-
-    def _merge(self, stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-        """Return the names of every group over all stages, in the order of one process: that of
-        the optimizer, of which several stages know a part each; there, that of the model.
-        """
-        if len(stages) == 1:
-            return [list(dict.fromkeys(names)) for names in stages[0]]
-        return [
-            sorted({n for part in parts for n in part}, key=self._rank_of.__getitem__)
-            for parts in zip(*stages, strict=True)
-        ]
 
     def _gather_stages(self, value: Any) -> list[Any]:
         """Return the values of all stages on rank 0, in order; elsewhere an empty list."""
