@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_par.checkpoint.index import file_name, MANIFEST, TensorEntry
 from lightning_par.checkpoint.optimizer_groups import merge_groups, split_states, torch_state
+from lightning_par.checkpoint.part import Part, Plain
 from lightning_par.checkpoint.pieces import Piece, unbroken_runs
 from lightning_par.checkpoint.plain_file import append_records, make_blanks, write_skeleton
 from lightning_par.checkpoint.storage import ChecksumFile, FileRecord, sync_files, write_tensors
-from lightning_par.checkpoint.writer import Part, Plain, Report, Save, SaveMetadata
+from lightning_par.checkpoint.writer import Report, Save, SaveMetadata
 from lightning_par.errors import CheckpointError
 from lightning_par.upstream.tensor import storage_key
 

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from lightning_par.checkpoint.claims import FolderClaims
 from lightning_par.checkpoint.file_writer import FileSave
+from lightning_par.checkpoint.part import Part
 from lightning_par.checkpoint.pieces import assign_writers
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.storage import remove_path
-from lightning_par.checkpoint.writer import FolderSave, Part, Save, SaveMetadata
+from lightning_par.checkpoint.writer import FolderSave, Save, SaveMetadata
 from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_par.checkpoint.export import OWN_STATE, verify_files
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.storage import partial_path, publish, remove_path, write_json
+from lightning_par.checkpoint.storage import replacing, write_json
 from lightning_par.checkpoint.tensor_files import StoredTensor
 from lightning_par.errors import CheckpointError
 
@@ -59,13 +59,11 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     config["dtype"] = next(floating, "torch.float32").removeprefix("torch.")
     model = _on_meta(config)
     _check_names(model, stored, {n.removeprefix(dot) for n in reader.index.aliases}, found)
-    partial = partial_path(path)
-    remove_path(partial)
-    partial.mkdir(parents=True)
-    with counted("read", f"exporting {path.name}", sum(v.nbytes for v in stored.values())):
+    moves = sum(v.nbytes for v in stored.values())
+    with replacing(path) as partial, counted("read", f"exporting {path.name}", moves):
+        partial.mkdir()
         files = _write_files(partial, _as_saved(model, stored), max_shard_bytes)
-    write_json(partial / "config.json", config)
-    publish(partial, path)
+        write_json(partial / "config.json", config)
     return [name for file in files.values() for name in file]
 
 

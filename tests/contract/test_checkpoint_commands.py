@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 
 from lightning_par.checkpoint.export import export_weights
 from lightning_par.checkpoint.index import Manifest
+from lightning_par.checkpoint.part import make_part
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
-from lightning_par.checkpoint.writer import make_part, SaveMetadata
+from lightning_par.checkpoint.writer import SaveMetadata
 from lightning_par.dtensor import Box
 from lightning_par.models import GPTModule
 from tests.support.checkpoints import write_folder

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from lightning_par.checkpoint.file_writer import FileSave
 from lightning_par.checkpoint.index import Manifest
+from lightning_par.checkpoint.part import make_part
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
-from lightning_par.checkpoint.writer import FolderSave, make_part, SaveMetadata
+from lightning_par.checkpoint.writer import FolderSave, SaveMetadata
 from lightning_par.dtensor import Box
 
 WORLD = 2

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.file_system import holds_one_file
 from lightning_par.checkpoint.index import Manifest
+from lightning_par.checkpoint.part import make_part, Part
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
-from lightning_par.checkpoint.writer import make_part, Part, SaveMetadata
+from lightning_par.checkpoint.writer import SaveMetadata
 from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
