@@ -27,64 +27,9 @@ from lightning_par.checkpoint.writer import FolderSave, Save, SaveMetadata
 from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
-__all__ = ["CheckpointSaver", "SaveMetadata"]
+__all__ = ["CheckpointSaver"]
 
 _log = logging.getLogger(__name__)
-
-
-class _Ranks:
-    """The ranks of a save.
-
-    Args:
-        part: Knows rank and world size.
-        group: Their group; None: there is one rank.
-    """
-
-    def __init__(self, part: Part, group: dist.ProcessGroup | None) -> None:
-        self._rank, self._world, self._group = part.rank, part.world, group
-
-    def decide(self, act: Callable[[list[Any]], Any], said: Any, path: Path) -> Any:
-        """Let rank 0 act on what all ranks say; return its result on every rank.
-
-        Args:
-            act: Takes the values of all ranks; called on rank 0.
-            said: Value of this rank.
-            path: What is saved, for messages.
-
-        Raises:
-            CheckpointError: On every rank, if `act` raised it, or a rank does not take part.
-        """
-        result, error = None, None
-        try:
-            everything = self._gather(said)
-            if everything is not None:
-                # Kept and not raised yet: the other ranks wait in the broadcast.
-                try:
-                    result = act(everything)
-                except CheckpointError as failure:
-                    error = failure
-            result, problem = self._broadcast((result, None if error is None else error.message))
-        except RuntimeError as failure:  # of gloo: a rank has died or timed out
-            raise _lost_a_rank(path, failure) from failure
-        if problem is not None:
-            raise CheckpointError("LP508", problem) from error
-        return result
-
-    def _gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0; elsewhere None."""
-        if self._group is None:
-            return [value]
-        values: list[Any] | None = [None] * self._world if self._rank == 0 else None
-        dist.gather_object(value, values, group=self._group)
-        return values
-
-    def _broadcast(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0, group=self._group)
-        return box[0]
 
 
 class CheckpointSaver:
@@ -134,16 +79,70 @@ class CheckpointSaver:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._claim(path.parent)
         part = part.only(self._assign(part))
-        ranks = _Ranks(part, None if part.world == 1 else self._save_group())
         save = (FolderSave if part.plain is None else FileSave)(path, part, metadata)
-        starts = ranks.decide(save.prepare, save.outline(), path)
+        starts = self._decide(save, save.prepare, save.outline())
         if not background:
-            _complete(save, ranks, starts)
+            self._complete(save, starts)
             return
         save.hold()
         self._running = Future()
-        target = _complete_in_background
-        Thread(target=target, args=(save, ranks, starts, self._running), daemon=True).start()
+        target = self._complete_in_background
+        Thread(target=target, args=(save, starts, self._running), daemon=True).start()
+
+    def _decide(self, save: Save, act: Callable[[list[Any]], Any], said: Any) -> Any:
+        """Let rank 0 act on what all ranks say; return its result on every rank.
+
+        Args:
+            save: What is saved.
+            act: Takes the values of all ranks; called on rank 0.
+            said: Value of this rank.
+
+        Raises:
+            CheckpointError: On every rank, if `act` raised it, or a rank does not take part.
+        """
+        part, error = save.part, None
+        outcome: list[Any] = [None, None]
+        everything: list[Any] | None = [said]
+        try:
+            if part.world > 1:
+                everything = [None] * part.world if part.rank == 0 else None
+                dist.gather_object(said, everything, group=self._save_group())
+            if everything is not None:
+                # Kept and not raised yet: the other ranks wait in the broadcast.
+                try:
+                    outcome[0] = act(everything)
+                except CheckpointError as failure:
+                    error, outcome[1] = failure, failure.message
+            if part.world > 1:
+                dist.broadcast_object_list(outcome, 0, group=self._save_group())
+        except RuntimeError as failure:  # of gloo: a rank has died or timed out
+            raise _lost_a_rank(save.path, failure) from failure
+        result, problem = outcome
+        if problem is not None:
+            raise CheckpointError("LP508", problem) from error
+        return result
+
+    def _complete(self, save: Save, starts: Mapping[str, int]) -> None:
+        """Write on every rank, and commit on rank 0.
+
+        Raises:
+            CheckpointError: On every rank, if any rank failed.
+        """
+        with counted("write", f"saving {save.path.name}", save.part.nbytes):
+            report = save.write(starts)
+        self._decide(save, save.commit, report)
+
+    def _complete_in_background(
+        self, save: Save, starts: Mapping[str, int], running: "Future[None]"
+    ) -> None:
+        try:
+            self._complete(save, starts)
+        except BaseException as error:
+            _log.error("%s", error)
+            known = isinstance(error, CheckpointError)
+            running.set_exception(error if known else _lost_a_rank(save.path, error))
+        else:
+            running.set_result(None)
 
     def _claim(self, folder: Path) -> None:
         if not self._claims.add(folder):
@@ -210,30 +209,6 @@ class CheckpointSaver:
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
         return self._group
-
-
-def _complete(save: Save, ranks: _Ranks, starts: Mapping[str, int]) -> None:
-    """Write on every rank, and commit on rank 0.
-
-    Raises:
-        CheckpointError: On every rank, if any rank failed.
-    """
-    with counted("write", f"saving {save.path.name}", save.part.nbytes):
-        report = save.write(starts)
-    ranks.decide(save.commit, report, save.path)
-
-
-def _complete_in_background(
-    save: Save, ranks: _Ranks, starts: Mapping[str, int], outcome: "Future[None]"
-) -> None:
-    try:
-        _complete(save, ranks, starts)
-    except BaseException as error:
-        _log.error("%s", error)
-        known = isinstance(error, CheckpointError)
-        outcome.set_exception(error if known else _lost_a_rank(save.path, error))
-    else:
-        outcome.set_result(None)
 
 
 def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:
