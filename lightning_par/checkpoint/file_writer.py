@@ -26,13 +26,14 @@ __all__ = ["FileSave"]
 
 
 class FileSave(Save):
-    """A save as one file, of which `prepare` writes all but the bytes of tensors."""
+    """A save as one file: `prepare` writes all but the bytes of tensors; see `Save`."""
 
     def __init__(self, path: Path, part: Part, metadata: SaveMetadata) -> None:
         super().__init__(path, part, metadata)
         self._places: dict[str, int] = {}
+        # Record -> bytes of a tensor in the state of the Trainer, such as that of a callback; only
+        # rank 0 has any, and writes them.
         self._loose: dict[str, Tensor] = {}
-        """Record -> bytes of a tensor in the state of the Trainer, which rank 0 writes."""
 
     def _lay_out(self, outlines: Sequence[Report]) -> dict[str, int]:
         index, world = self._index, self.part.world
@@ -94,7 +95,7 @@ class FileSave(Save):
         return whole
 
     def hold(self) -> None:
-        """Copy what is written in the background, as training goes on."""
+        """Copy the tensors to the CPU: training may change them while they are written."""
         super().hold()
         self._loose = {name: v.to("cpu", copy=True) for name, v in self._loose.items()}
 

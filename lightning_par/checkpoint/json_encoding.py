@@ -39,13 +39,8 @@ _MAPPINGS: dict[type, str] = {
     dict: "dict",
 }
 _CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "size": torch.Size,
-    "ordered": collections.OrderedDict,
-    "counter": lambda pairs: collections.Counter(dict(pairs)),
-    "dict": dict,
+    **{name: kind for kind, name in {**_SEQUENCES, **_MAPPINGS}.items()},
+    "counter": lambda pairs: collections.Counter(dict(pairs)),  # it would count the pairs
 }
 
 

@@ -51,7 +51,7 @@ class Part:
         values: Entries of the state dicts that are no tensors, encoded; see `Index`.
         groups: Per optimizer its parameter groups: encoded options, and FQNs.
         dumped: For one file: what the Trainer dumped; of its state dict and its optimizers only
-            that they are there. Used of rank 0.
+            that they are there. Only that of rank 0 is used.
         plain: For one file: what rank 0 writes for this rank; None: the checkpoint is a folder.
         error: Why this rank has nothing to write; None: it has.
     """

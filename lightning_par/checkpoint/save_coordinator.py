@@ -23,7 +23,7 @@ from lightning_par.checkpoint.part import Part
 from lightning_par.checkpoint.pieces import assign_writers
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.storage import remove_path
-from lightning_par.checkpoint.writer import FolderSave, Save, SaveMetadata
+from lightning_par.checkpoint.writer import FolderSave, Report, Save, SaveMetadata
 from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
@@ -80,7 +80,7 @@ class CheckpointSaver:
             self._claim(path.parent)
         part = part.only(self._assign(part))
         save = (FolderSave if part.plain is None else FileSave)(path, part, metadata)
-        starts = self._decide(save, save.prepare, save.outline())
+        starts = self._on_rank_0(save, save.prepare, save.outline())
         if not background:
             self._complete(save, starts)
             return
@@ -89,28 +89,29 @@ class CheckpointSaver:
         target = self._complete_in_background
         Thread(target=target, args=(save, starts, self._running), daemon=True).start()
 
-    def _decide(self, save: Save, act: Callable[[list[Any]], Any], said: Any) -> Any:
-        """Let rank 0 act on what all ranks say; return its result on every rank.
+    def _on_rank_0(self, save: Save, step: Callable[[list[Report]], Any], report: Report) -> Any:
+        """Gather reports to rank 0, call a step of the save there, and return its result on every
+        rank.
 
         Args:
-            save: What is saved.
-            act: Takes the values of all ranks; called on rank 0.
-            said: Value of this rank.
+            save: The save, which knows the ranks.
+            step: `Save.prepare` or `Save.commit`.
+            report: Report of this rank.
 
         Raises:
-            CheckpointError: On every rank, if `act` raised it, or a rank does not take part.
+            CheckpointError: On every rank, if the step raised it, or a rank does not take part.
         """
         part, error = save.part, None
         outcome: list[Any] = [None, None]
-        everything: list[Any] | None = [said]
+        reports: list[Any] | None = [report]
         try:
             if part.world > 1:
-                everything = [None] * part.world if part.rank == 0 else None
-                dist.gather_object(said, everything, group=self._save_group())
-            if everything is not None:
+                reports = [None] * part.world if part.rank == 0 else None
+                dist.gather_object(report, reports, group=self._save_group())
+            if reports is not None:
                 # Kept and not raised yet: the other ranks wait in the broadcast.
                 try:
-                    outcome[0] = act(everything)
+                    outcome[0] = step(reports)
                 except CheckpointError as failure:
                     error, outcome[1] = failure, failure.message
             if part.world > 1:
@@ -130,7 +131,7 @@ class CheckpointSaver:
         """
         with counted("write", f"saving {save.path.name}", save.part.nbytes):
             report = save.write(starts)
-        self._decide(save, save.commit, report)
+        self._on_rank_0(save, save.commit, report)
 
     def _complete_in_background(
         self, save: Save, starts: Mapping[str, int], running: "Future[None]"

@@ -107,7 +107,7 @@ class ChecksumFile:
         self.start_part(0)
 
     def start_part(self, place: int) -> None:
-        """Go on writing at another byte of the file, with a new length and checksum."""
+        """Move to a byte of the file; length and checksum begin anew."""
         self._place, self._length, self._sum = place, 0, 0
 
     def write(self, data: Any) -> None:
@@ -131,7 +131,7 @@ class ChecksumFile:
     def write_values(
         self, values: Tensor, places: Iterable[int] | None = None, run: int | None = None
     ) -> None:
-        """Append the bytes of a tensor, and say how far that has come.
+        """Append the bytes of a tensor, or write them in runs; reports its progress.
 
         Args:
             values: Tensor on any device.

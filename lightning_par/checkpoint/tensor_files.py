@@ -126,12 +126,6 @@ class TensorFiles:
             )
         return found
 
-    def read_whole(self, entry: TensorEntry) -> Tensor:
-        """Read the global tensor of an index entry, onto the CPU."""
-        out = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read_box(entry, [0] * len(entry.shape), out)
-        return out
-
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
@@ -166,7 +160,9 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """Read the global tensor, onto the CPU."""
-        return self.files.read_whole(self.entry)
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.read_box([0] * out.ndim, out)
+        return out
 
 
 class StoredTensors(MutableMapping[str, Any]):

@@ -1,6 +1,6 @@
 """Checkpoint writer: the steps of a save in either form, and a save as a folder.
 
-What a save writes has a hidden name until rank 0 commits it.
+Files are written under a hidden name, and renamed once they are complete.
 """
 
 import contextlib
@@ -80,8 +80,9 @@ class Report:
 class Save(ABC):
     """The steps of a save, in which every rank takes part.
 
-    The ranks `outline` what they hold; rank 0 has the outlines of all ranks and will `prepare`;
-    every rank will `write`; rank 0 has the reports of all ranks and will `commit`.
+    In this order: `outline` on every rank; `prepare` on rank 0, with the outlines of all ranks;
+    `write` on every rank; `commit` on rank 0, with the reports of all ranks. Communication is the
+    caller's.
 
     Args:
         path: Final path.
@@ -109,13 +110,13 @@ class Save(ABC):
         return report
 
     def prepare(self, outlines: Sequence[Report]) -> dict[str, int]:
-        """Remove what a run that was killed has left, and make what all ranks write into.
+        """Remove what a killed run has left, and make the file into which all ranks write.
 
         Args:
             outlines: Those of all ranks, in their order.
 
         Returns:
-            What the ranks need to write: name -> place of its first byte.
+            Of one file, where the ranks write: name of a tensor or record -> its first byte.
 
         Raises:
             CheckpointError: A rank failed, or what they hold does not fit together; names every
@@ -130,7 +131,7 @@ class Save(ABC):
             raise self._failed(error) from error
 
     def hold(self) -> None:
-        """Copy what is written in the background, as training goes on."""
+        """Copy the tensors to the CPU: training may change them while they are written."""
         self.part = self.part.on_cpu()
 
     def write(self, starts: Mapping[str, int]) -> Report:
@@ -174,7 +175,7 @@ class Save(ABC):
 
     @abstractmethod
     def _lay_out(self, outlines: Sequence[Report]) -> dict[str, int]:
-        """Make what all ranks write into; see `prepare`."""
+        """Make the file into which all ranks write, if there is one; see `prepare`."""
 
     @abstractmethod
     def _write(self, starts: Mapping[str, int]) -> dict[str, FileRecord]:

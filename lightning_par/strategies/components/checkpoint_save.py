@@ -144,18 +144,6 @@ class CheckpointSave:
             return
         if not self.leads:
             return
-        self._write(model, checkpoint, filepath, storage_options, checkpoint_io)
-        if self._processes.rank == 0:
-            link_requeue_checkpoint(str(filepath), model.module.trainer)
-
-    def _write(
-        self,
-        model: ParallelModel,
-        checkpoint: dict[str, Any],
-        filepath: Any,
-        storage_options: Any,
-        checkpoint_io: CheckpointIO,
-    ) -> None:
         checkpoint = self._gather_averages(model, checkpoint)
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
         is_elsewhere = storage_options is not None or "://" in path
@@ -165,21 +153,29 @@ class CheckpointSave:
                 f"save_checkpoint({path!r}, storage_options={storage_options!r}): a folder is "
                 "written to a path of the file system. Use checkpoint_format='file'.",
             )
-        if is_elsewhere or not _writes_plainly(checkpoint_io):
+        in_parts = not is_elsewhere and _writes_plainly(checkpoint_io)
+        if not in_parts or not self._save_parts(model, checkpoint, Path(path), as_file=as_file):
             self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
-            return
-        self._processes.check_folder(str(Path(path).parent))
+        if self._processes.rank == 0:
+            link_requeue_checkpoint(str(filepath), model.module.trainer)
+
+    def _save_parts(
+        self, model: ParallelModel, checkpoint: dict[str, Any], path: Path, *, as_file: bool
+    ) -> bool:
+        """Let every rank write its part; return False if one device has to save it otherwise."""
+        self._processes.check_folder(str(path.parent))
         part = self._make_part(model, checkpoint, as_file=as_file)
-        order = self._metadata(model, checkpoint)
+        metadata = self._metadata(model, checkpoint)
         try:
             with self._processes.naming_interface():  # a first save makes a group
-                self._saver.save(Path(path), part, order, background=self._in_background)
+                self._saver.save(path, part, metadata, background=self._in_background)
         except CheckpointError as error:
             if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
                 raise
             # What a plain Trainer can save, one device can, too; or it says why as that would.
             _log.info("%s is saved without random states: %s", path, error)
-            self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
+            return False
+        return True
 
     def _metadata(self, model: ParallelModel, checkpoint: dict[str, Any]) -> SaveMetadata:
         """Return what rank 0 writes about the run."""
