@@ -101,7 +101,7 @@ class Contenders:
         """Everything on rank 0."""
         states, module = self.trainer.strategy.parallel_model.states, self.trainer.lightning_module
         return {
-            "state_dict": states.gather_weights(module),
+            "state_dict": states.gather_state(module.state_dict()),
             "optimizer_states": [states.gather_optimizer(module, self.trainer.optimizers[0])],
         }
 

@@ -33,7 +33,6 @@ __all__ = [
     "Manifest",
     "TensorEntry",
     "file_name",
-    "is_checkpoint_folder",
     "merge_entries",
     "well_formed",
 ]
@@ -54,12 +53,6 @@ def file_name(kind: str, rank: int, world: int, suffix: str = "safetensors") -> 
         suffix: Suffix of the name, without the dot.
     """
     return f"{kind}-{rank:05d}-of-{world:05d}.{suffix}"
-
-
-def is_checkpoint_folder(path: Path) -> bool:
-    """Return whether a path is a checkpoint of this format, complete or not."""
-    # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
-    return (path / MANIFEST).exists() or (path / INDEX).exists()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_par.checkpoint.index import file_name, is_checkpoint_folder, MANIFEST, well_formed
+from lightning_par.checkpoint.index import file_name, INDEX, MANIFEST, well_formed
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
 from lightning_par.checkpoint.optimizer_groups import split_states, StoredOptimizer
 from lightning_par.checkpoint.plain_file import read_manifest
@@ -22,7 +22,10 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder or a file is a checkpoint of this package, complete or not."""
-    return read_manifest(path) is not None if path.is_file() else is_checkpoint_folder(path)
+    if path.is_file():
+        return read_manifest(path) is not None
+    # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
+    return (path / MANIFEST).exists() or (path / INDEX).exists()
 
 
 class CheckpointReader:

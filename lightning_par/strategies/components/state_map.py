@@ -87,15 +87,14 @@ class StateMap:
         """Return the place of a parameter among those of the whole model."""
         return self._rank_of[name]
 
-    def gather_weights(self, module: nn.Module) -> dict[str, Any]:
+    def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole state dict on rank 0, on the CPU; elsewhere an empty dict.
+
+        Args:
+            state: State dict of this rank's part of the module.
 
         **Communicates**: all-gathers of every shard, then one gather over the stages.
         """
-        return self.gather_state(module.state_dict())
-
-    def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the same as `gather_weights`, of a state dict that this rank has dumped."""
         local = _on_host(state)
         merged: dict[str, Any] = {}
         for part in self._gather_stages(local):

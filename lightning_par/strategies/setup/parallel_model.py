@@ -87,7 +87,7 @@ class ParallelModel:
         """
         with self.steps.reads.paused():
             self.sharding.release()
-            return self.states.gather_weights(self.module)
+            return self.states.gather_state(self.module.state_dict())
 
     def gather_tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers likewise, whatever the module's state dict leaves out.
