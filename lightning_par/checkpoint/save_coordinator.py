@@ -63,8 +63,8 @@ class CheckpointSaver:
             part: Everything that this rank holds; of a shard that several ranks hold, one copy is
                 written. With `plain`, on every rank, it goes into one file.
             metadata: Used on rank 0 only.
-            background: Return as soon as the tensors are copied to the CPU. An error is then raised
-                by the next `save` or `wait`.
+            background: Return as soon as the tensors are copied to the CPU. An error of writing is
+                then raised by the next `save` or `wait`; what cannot be stored, at once.
 
         Raises:
             CheckpointError: On every rank, if any rank failed; the new checkpoint is removed.
