@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn, Tensor
 
+from lightning_par.inference.manual_run import run_manually
+
 __all__ = ["call_model", "guess_examples", "runs_of"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -83,6 +85,8 @@ def _step(
     for hook in hooks:
         with suppress(Exception):
             getattr(model, hook)()
+    if trains and not getattr(model, "automatic_optimization", True):
+        return run_manually(model, partial(step, batch, *[0] * _number_of_indices(step)))
     result = step(batch, *[0] * _number_of_indices(step))
     if trains:
         return result.get("loss") if isinstance(result, Mapping) else result

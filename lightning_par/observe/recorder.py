@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _RUN, _MOST_RUN = 5e6, 5e7  # parameters of a model that is run at once, or if it needs values
+_TENSOR: Any = Tensor
+_GRADIENT = _TENSOR.grad.__get__
 _LEAKS = ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist")
 
 
@@ -354,6 +356,8 @@ class _Recorder(Watcher):
 
     def on_function(self, call: FunctionCall) -> None:
         """Record an operation, and what it made or changed."""
+        if call.function == _GRADIENT:
+            return  # depends on no value of the parameter
         index, results = len(self.trace.operations), tensors_in(call.result)
         made = [t for t in results if id(t) not in self._values]
         if not call.written and not results:

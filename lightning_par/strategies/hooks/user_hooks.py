@@ -177,7 +177,10 @@ class UserHooks:
             view.agree("load_state_dict")
             with self._reads.paused():
                 states.load_weights(module, state_dict, strict=strict, place=place)
-            return _Keys([], [])
+            start = f"{place}." if place else ""
+            whole = [n.removeprefix(start) for n in states.order if n.startswith(start)]
+            known, given = {*whole, *(n.removeprefix(start) for n in states.aliases)}, {*state_dict}
+            return _Keys([n for n in whole if n not in given], sorted(given - known))
 
         return load
 

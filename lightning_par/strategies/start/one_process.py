@@ -254,6 +254,8 @@ def _prepare(
     def training_step(batch: Any, *_: Any, **__: Any) -> Any:
         nonlocal begun
         if begun != done:  # not where an optimizer computes the loss once more
+            if begun < 0:
+                _refill(module, given.start.tensors)
             begun = done
             restore_random_states(given.random_states[done], device)
         if given.start.is_later:
@@ -281,6 +283,14 @@ def _prepare(
     if given.start.is_later:
         _leave_out_begin(module)
     own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+
+
+@torch.no_grad()
+def _refill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Undo what hooks before the first step, which have run on the mesh, did to weights again."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in tensors and tensor.shape == tensors[name].shape:
+            tensor.copy_(tensors[name])
 
 
 def _leave_out_begin(module: pl.LightningModule) -> None:

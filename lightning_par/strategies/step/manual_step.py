@@ -5,6 +5,7 @@ from contextlib import contextmanager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -88,6 +89,7 @@ class ManualSteps:
         """Surrounds a step that leaves no trace in optimizers and gradients; gives its losses.
 
         Backwards and updates are left out, closures run. There is a graph, as a penalty needs one.
+        After a backward gradients are zero: a step may take norms of those that are there.
         """
         module, trainer = self._module, self._module.trainer
         found: Any = module.optimizers()
@@ -98,6 +100,9 @@ class ManualSteps:
 
         def note(loss: Tensor, *_: Any, **__: Any) -> Tensor:
             losses.append(float(loss.detach()))
+            for parameter in parameters:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             return loss.detach()
 
         with ExitStack() as stack:

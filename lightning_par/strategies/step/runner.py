@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import BatchDims, BatchDimsFinder
+from lightning_par.engine.data.equal_copies import EqualCopies
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
@@ -193,6 +194,9 @@ class StepRunner:
                 schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
+        self._equal: EqualCopies | None = None
+        if options.verify is not False and world.has_values and sizes.world_size > 1:
+            self._equal = EqualCopies(module, mesh, device)
         bind_metrics(module, mesh, device, rank_of_stage, lambda: self._in_step)
 
     @property
@@ -291,6 +295,8 @@ class StepRunner:
         if self.sequence is not None:
             self.looks.before_batch(context, args)
         self._activity.step, self.random = trainer.global_step, self._training
+        if self._equal is not None and trainer.global_step >= self._equal.next:
+            self._equal.advance(trainer.global_step)
         key = "training_step", trainer.fit_loop.total_batch_idx
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
         zero = None if known is None else known.zero

@@ -134,6 +134,21 @@ def a_state_dict_that_all_ranks_save() -> Any:
     return with_hook("on_train_batch_end", number)
 
 
+@CASES.add(equal="tp2 pp2 zero3")
+def weights_of_a_part_are_loaded_before_the_run() -> Any:
+    """The proof begins with them, although the hook runs on its one process, too."""
+
+    class Module(PlainModule):
+        def on_fit_start(self) -> None:
+            state = self.net.state_dict()
+            chosen = {name: value / 2 for name, value in state.items() if "blocks.2" in name}
+            keys = self.net.load_state_dict({**chosen, "other": torch.ones(1)}, strict=False)
+            assert keys.missing_keys == [name for name in state if name not in chosen]
+            assert keys.unexpected_keys == ["other"]
+
+    return Module(), token_pairs()
+
+
 @CASES.add(refused={"pp2 zero3": r"ranks ask .* rank 1: the end of the hook"})
 def a_norm_on_rank_zero_alone() -> Any:
     def number(module: PlainModule) -> Any:

@@ -106,6 +106,32 @@ def both_halves_of_a_u_net() -> Any:
     return Planless(structures.UNet()), images()
 
 
+@CASES.add(equal="tp2", large="zero3")
+def two_optimizers_in_manual_optimization() -> Any:
+    class Module(Planless):
+        def __init__(self) -> None:
+            super().__init__(structures.LanguageModel())
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            optimizers: Any = self.optimizers()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            assert norm.isfinite()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            head = torch.optim.Adam(self.net.head.parameters(), lr=1e-3)
+            rest = [p for n, p in self.named_parameters() if ".head." not in n]
+            return [{"optimizer": head}, {"optimizer": torch.optim.SGD(rest, lr=0.1)}]
+
+    return Module(), token_pairs()
+
+
 @CASES.add(refused={"pp2": r"a parameter of net\.layers\.0 is used after the blocks"})
 def penalty_on_weights() -> Any:
     class Module(Planless):

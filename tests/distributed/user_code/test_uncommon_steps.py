@@ -66,6 +66,35 @@ def a_norm_that_iterates_when_the_weight_is_read() -> Any:
     return Classifier(layers(spectral_norm(nn.Linear(16, 32)))), vectors()
 
 
+@CASES.add(equal="zero1 zero3")
+def sharpness_by_hand_in_manual_optimization() -> Any:
+    """It takes norms of the gradients that are there, also where the step is looked at."""
+
+    class Module(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            members = [p for p in self.parameters() if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in members]).norm() + 1e-12
+            with torch.no_grad():
+                climbed = [p.grad * (0.05 / norm) for p in members]
+                for p, step in zip(members, climbed, strict=True):
+                    p.add_(step)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(*batch))
+            with torch.no_grad():
+                for p, step in zip(members, climbed, strict=True):
+                    p.sub_(step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Module(), vectors()
+
+
 @CASES.add(equal="tp2 zero3", refused={"pp2": r"asks for gradients by itself.* explain LP411\]"})
 def penalty_on_the_gradient_of_the_input() -> Any:
     class Module(Classifier):

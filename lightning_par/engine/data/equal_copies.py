@@ -1,0 +1,204 @@
+"""Compares the copies of weights that ranks hold, a few in turn, while a run goes on.
+
+Note [Equal copies]: replicas, context-parallel ranks and tensor-parallel ranks hold the same bits
+of what is not divided among them, as each gets the same sum of gradients and takes the same step. A
+memory fault of a device, or code that writes to a weight on one rank alone, ends that in silence:
+each rank goes on with its own weights. So every few steps each rank takes a checksum of the next
+few tensors, and the ranks compare them. The checksums travel while the step computes.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_par.dtensor import local_box, local_part
+from lightning_par.errors import VerificationError
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["EqualCopies"]
+
+_EVERY = 16
+"""Optimizer steps from one comparison to the next."""
+_ENTRIES = {"cpu": 2**18, "cuda": 2**22}
+"""Entries of which a rank takes checksums in one comparison, for each axis."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Some entries of a tensor, in the order of memory.
+
+    Attributes:
+        name: FQN of the parameter.
+        tensor: Parameter of this rank.
+        start: Number of its first entry.
+        count: Number of its entries.
+    """
+
+    name: str
+    tensor: Tensor
+    start: int
+    count: int
+
+    def checksum(self) -> Tensor:
+        """Return a number of the bits, int64 [], on the device of the tensor."""
+        flat = local_part(self.tensor).detach().reshape(-1)[self.start : self.start + self.count]
+        bits = flat.view(_BITS[flat.element_size()]).long()
+        # Weighed by place, so that two entries that change places differ, too; it may overflow.
+        return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+
+
+class EqualCopies:
+    """Compares copies of parameters; see Note [Equal copies].
+
+    Args:
+        module: Its parameters on this rank, the same on all ranks that hold the same stage.
+        mesh: Mesh of this run.
+        device: Device of this rank.
+
+    Attributes:
+        next: Global step at whose beginning `advance` has something to do.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, device: torch.device) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._turns: dict[str, Iterator[list[_Piece]]] | None = None
+        self._round: Iterator[None] | None = None
+        self.next = 0
+
+    def advance(self, step: int) -> None:
+        """Begin a comparison, or go on with it.
+
+        Args:
+            step: The global step, the same on every rank.
+
+        Raises:
+            VerificationError: On every rank, if copies differ.
+
+        **Communicates**: a few numbers over each axis along which there are copies, then one over
+        all ranks; the first time a number for each parameter.
+        """
+        if self._turns is None:
+            self._turns = self._find_turns()
+        if self._round is None:
+            self._round = self._compare()
+        if next(self._round, self) is self:
+            self._round = None
+            self.next = step + _EVERY
+        else:
+            self.next = step + 1
+
+    def _find_turns(self) -> dict[str, Iterator[list[_Piece]]]:
+        """Return, for each axis along which there are copies, the pieces of each comparison."""
+        named = self._module.named_parameters()
+        held = {n: p for n, p in named if _is_plain(p) and local_part(p).numel()}
+        keys = [crc32(f"{local_box(n, p)} {p.dtype}".encode()) for n, p in held.items()]
+        axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if self._is_divided(axis)]
+        if self._device.type == "cpu" and self._is_divided("tp"):
+            # On CUDA, kernels that add in any order give the ranks other roundings of gradients
+            # that each computes by itself.
+            axes.append("tp")
+        turns = {}
+        for axis in axes:
+            group = self._mesh.group(axis)
+            every: list[list[int]] = [keys] * group.size()
+            dist.all_gather_object(every, keys, group=group)
+            if len({len(each) for each in every}) > 1:
+                continue  # stages with other parameters, which hold no copies
+            alike = [len(set(found)) == 1 for found in zip(*every, strict=True)]
+            chosen = {n: p for (n, p), same in zip(held.items(), alike, strict=True) if same}
+            if chosen:
+                turns[axis] = _in_turn(chosen, _ENTRIES[self._device.type])
+        return turns
+
+    def _is_divided(self, axis: str) -> bool:
+        return self._mesh.group(axis).size() > 1
+
+    def _compare(self) -> Iterator[None]:
+        """Send checksums; in the next step compare them, and in the one after that raise."""
+        sent = []
+        for axis, turn in (self._turns or {}).items():
+            pieces, group = next(turn), self._mesh.group(axis)
+            own = torch.stack([piece.checksum().to(self._device) for piece in pieces])
+            every = [torch.empty_like(own) for _ in range(group.size())]
+            sent.append((axis, pieces, every, dist.all_gather(every, own, group, async_op=True)))
+        yield
+        told: list[str] = []
+        for axis, pieces, every, work in sent:
+            work.wait()
+            told += self._differences(axis, pieces, torch.stack(every).tolist())
+        flag = torch.tensor(len(told), device=self._device)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+        yield
+        work.wait()
+        if int(flag):
+            self._refuse(told)
+
+    def _differences(
+        self, axis: str, pieces: list[_Piece], every: list[list[int]]
+    ) -> Iterator[str]:
+        """Give what differs along an axis, and on which ranks."""
+        ranks = dist.get_process_group_ranks(self._mesh.group(axis))
+        for piece, found in zip(pieces, zip(*every, strict=True), strict=True):
+            (most, count), *others = Counter(found).most_common()
+            if not others:
+                continue
+            if count > len(ranks) // 2:
+                other = [r for r, value in zip(ranks, found, strict=True) if value != most]
+                where = f"{_said(other)} other values than the other {count} ranks"
+            else:
+                where = f"{_said(ranks)} {1 + len(others)} different values"
+            yield f"{piece.name}, of which the ranks of {axis} hold copies: {where}"
+
+    def _refuse(self, told: list[str]) -> None:
+        every: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size()
+        dist.all_gather_object(every, (socket.gethostname(), told))
+        hosts = ", ".join(dict.fromkeys(host for host, found in every if found))
+        lines = list(dict.fromkeys(line for _, found in every for line in found))
+        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+        raise VerificationError(
+            "LP805",
+            f"copies of weights differ: {'; '.join(lines[:3])}{more} (host {hosts}). Either code "
+            "writes to weights on some ranks only, such as a callback inside of "
+            "`if trainer.is_global_zero`: write on every rank; or the memory of a device is "
+            "faulty: go on from the last checkpoint without that device. The difference arose "
+            "after the comparison before this one; verify=False compares nothing.",
+        )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether the local part is made of entries whose bits can be read."""
+    local = local_part(parameter)
+    is_own = type(parameter) in (Tensor, nn.Parameter) or isinstance(parameter, DTensor)
+    known = type(local) in (Tensor, nn.Parameter) and local.element_size() in _BITS
+    return is_own and known and local.layout is torch.strided and local.device.type != "meta"
+
+
+def _in_turn(named: Mapping[str, Tensor], most: int) -> Iterator[list[_Piece]]:
+    """Give pieces of at most so many entries together, and begin again after the last ones."""
+    while True:
+        chosen: list[_Piece] = []
+        room = most
+        for name, parameter in named.items():
+            size, start = local_part(parameter).numel(), 0
+            while start < size:
+                count = min(room, size - start)
+                chosen.append(_Piece(name=name, tensor=parameter, start=start, count=count))
+                start, room = start + count, room - count
+                if not room:
+                    yield chosen
+                    chosen, room = [], most
+        if chosen:
+            yield chosen
+
+
+def _said(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {named} holds" if len(ranks) == 1 else f"ranks {named} hold"

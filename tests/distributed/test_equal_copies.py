@@ -1,0 +1,73 @@
+"""Copies of weights that begin to differ are named: which weight, on which ranks."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_par import Hybrid3DStrategy
+from lightning_par.engine.data import equal_copies
+from lightning_par.errors import VerificationError
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import loader, quiet_trainer
+from tests.support.ranks.api import run_ranks
+
+_AXES = {
+    "dp_replicate": {"zero_stage": 0, "data_parallel_size": 3},
+    "tp": {"tensor_parallel_size": 2},
+}
+
+
+class FlipsABit(pl.Callback):
+    """Flips the lowest bit of one entry of a weight, on one rank and in one step."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        self._rank, self._name = rank, name
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == self._rank:
+            parameter: Any = dict(pl_module.named_parameters())[self._name].detach()
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.view(torch.int32).view(-1)[1] ^= 1
+
+
+def _train(rank: int, world: int, axis: str, flipped: str, **options: Any) -> str:
+    callbacks = [FlipsABit(1, flipped)] if flipped else []
+    strategy = Hybrid3DStrategy(**_AXES[axis], **options)
+    given = {"devices": world, "max_steps": 40, "proves": True}
+    trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, **given)
+    module = PlainModule()
+    try:
+        trainer.fit(module, loader(token_pairs() * 20, 6))
+    except VerificationError as error:
+        return f"{trainer.global_step} {error}"
+    return ""
+
+
+@pytest.mark.parametrize("axis", _AXES)
+def test_a_flipped_bit_is_told_on_every_rank(axis: str) -> None:
+    name = "net.blocks.1.norm.weight"
+    world = 3 if axis == "dp_replicate" else 2
+    told = run_ranks(_train, world, axis, name, timeout=120)
+    assert len(set(told)) == 1
+    found = "rank 1 holds other" if world == 3 else "ranks 0, 1 hold 2 different values"
+    step, _, text = told[0].partition(" ")
+    assert int(step) < 3 + 2 * 16 + 3
+    assert f"{name}, of which the ranks of {axis} hold copies: {found}" in text
+    assert "LP805" in text
+    assert text.count(" hold copies") == 1
+
+
+def test_a_run_without_a_fault_or_without_proofs_goes_to_its_end() -> None:
+    assert run_ranks(_train, 2, "tp", "", timeout=120) == [""] * 2
+    assert run_ranks(_train, 2, "tp", "net.norm.weight", verify=False, timeout=120) == [""] * 2
+
+
+def test_large_tensors_are_compared_in_parts_and_in_turn() -> None:
+    named = {"a": torch.zeros(5), "b": torch.zeros(7), "c": torch.zeros(1)}
+    turns = equal_copies._in_turn(named, 4)
+    found = [[(p.name, p.start, p.count) for p in next(turns)] for _ in range(5)]
+    assert found[:3] == [[("a", 0, 4)], [("a", 4, 1), ("b", 0, 3)], [("b", 3, 4)]]
+    assert found[3:] == [[("c", 0, 1)], [("a", 0, 4)]]
