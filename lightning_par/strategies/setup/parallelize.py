@@ -54,7 +54,7 @@ from lightning_par.strategies.step.absent_parameter import About
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.manual_step import ManualSteps
-from lightning_par.strategies.step.parameter_reads import describe_parameters, ParameterReads
+from lightning_par.strategies.step.parameter_reads import describe_tensors, ParameterReads
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 
@@ -96,7 +96,7 @@ def parallelize(  # house: the order, in one place
         options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
-    states, known = StateMap.of_whole(module, mesh), describe_parameters(module)
+    states, known = StateMap.of_whole(module, mesh), describe_tensors(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
     if options.compile_blocks is not False:

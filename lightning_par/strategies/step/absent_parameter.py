@@ -61,19 +61,23 @@ _KEEPS = frozenset(
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a parameter wherever it is.
+    """What is known of a parameter or buffer wherever it is.
 
     Attributes:
         name: Its FQN.
         shape: Its whole shape.
         dtype: Its dtype when the model was made.
         requires_grad: Whether it was to be trained then.
+        is_buffer: Whether it is a buffer.
+        is_saved: Whether a state dict has it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    is_buffer: bool = False
+    is_saved: bool = True
 
 
 END_OF_HOOK = "the end of the hook"

@@ -30,6 +30,7 @@ from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import NonFiniteError, PlanError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.hooks.whole_buffers import WholeBuffers
 from lightning_par.strategies.step.absent_parameter import (
     About,
     absent_parameter,
@@ -40,7 +41,7 @@ from lightning_par.strategies.step.absent_parameter import (
 )
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["ParameterReads", "called_by_steps", "describe_parameters"]
+__all__ = ["ParameterReads", "called_by_steps", "describe_tensors"]
 
 _COMPARED = 4
 """Times that values with gradients are compared with what was handed out."""
@@ -88,14 +89,19 @@ class _Handed:
         return local_part(self.shard), local_part(shard_of(self.value.detach(), self.shard))
 
 
-def describe_parameters(module: nn.Module) -> dict[str, About]:
-    """Return what a stage that lacks a parameter has to know of it, by every name.
+def describe_tensors(module: nn.Module) -> dict[str, About]:
+    """Return what a stage that lacks a parameter or buffer has to know of it, by every name.
 
     Args:
         module: Whole; parameters may be on meta.
     """
     named = module.named_parameters(remove_duplicate=False)
-    return {name: About(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named}
+    known = {n: About(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in named}
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            is_saved = name.rpartition(".")[2] not in part._non_persistent_buffers_set
+            known[name] = About(name, tuple(buffer.shape), buffer.dtype, False, True, is_saved)
+    return known
 
 
 class ParameterReads:
@@ -105,7 +111,7 @@ class ParameterReads:
         module: The user's LightningModule on this rank.
         blocks: FQNs of the blocks.
         mesh: Mesh of this run.
-        known: What `describe_parameters` gave of the whole module.
+        known: What `describe_tensors` gave of the whole module.
         stages: The pipeline stages of this rank, if there are several.
         partial: Parameters whose gradients are summed over ``tp``, each rank having a part.
         is_compiled: Whether blocks are compiled; what they hold is then not watched.
@@ -245,7 +251,10 @@ class ParameterReads:
             return parameter
         if is_whole and not (
             # And not this rank's part of it, which stands there inside of its module's forward.
-            shard is not None and self._is_gathered(shard) and _is_all_of(parameter, shard)
+            shard is not None
+            and self._is_gathered(shard)
+            and isinstance(parameter, nn.Parameter)
+            and parameter.shape == shard.shape
         ):
             return parameter
         known = self._handed.get(id(parameter))
@@ -358,17 +367,22 @@ class ParameterReads:
 
     def _watch(self, fqn: str, module: nn.Module) -> None:
         prefix = f"{fqn}." if fqn else ""
-        held = module.__dict__["_parameters"]
-        if isinstance(module, StageStub):
-            names = [name for name in self._known if name.startswith(prefix)]
-        else:
-            own = (name for name in self._known if name.rpartition(".")[0] == fqn)
-            names = [name for name in own if name.removeprefix(prefix) not in held]
-        absent = {name.removeprefix(prefix): self._known[name] for name in names}
-        if absent or any(isinstance(p, DTensor) for p in held.values()) or held:
-            block = "" if isinstance(module, StageStub) else self._in_block(fqn)
-            kind = _WatchedInPart if absent else _Watched
-            module.__dict__["_parameters"] = kind(held, self, absent, block)
+        held, is_stub = module.__dict__["_parameters"], isinstance(module, StageStub)
+        below = {n.removeprefix(prefix): a for n, a in self._known.items() if n.startswith(prefix)}
+        buffers = {name: about for name, about in below.items() if is_stub and about.is_buffer}
+        absent = {
+            name: about
+            for name, about in below.items()
+            if not about.is_buffer and (is_stub or ("." not in name and name not in held))
+        }
+        if buffers:
+            unsaved = {n for n, about in buffers.items() if not about.is_saved}
+            own = {"_buffers": WholeBuffers(self, buffers), "_non_persistent_buffers_set": unsaved}
+            module.__dict__.update(own)
+        if absent or held or buffers:
+            kind = _WatchedInPart if absent or buffers else _Watched
+            block = "" if is_stub else self._in_block(fqn)
+            module.__dict__["_parameters"] = kind(held, self, absent, block, buffers)
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -397,9 +411,10 @@ class _Watched(dict[str, Any]):
         reads: ParameterReads,
         absent: Mapping[str, About],
         block: str,
+        buffers: Mapping[str, About],
     ) -> None:
         super().__init__(held)
-        self._reads, self._absent, self._block = reads, absent, block
+        self._reads, self._absent, self._block, self._buffers = reads, absent, block, buffers
         self._shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
 
     def __reduce__(self) -> Any:
@@ -432,7 +447,8 @@ class _Watched(dict[str, Any]):
         if about is not None:
             return self._reads.absent(about)
         prefix = f"{name}."
-        parts = {n.removeprefix(prefix): a for n, a in self._absent.items() if n.startswith(prefix)}
+        known = {**self._absent, **(self._buffers if self._reads.in_hooks else {})}
+        parts = {n.removeprefix(prefix): a for n, a in known.items() if n.startswith(prefix)}
         return AbsentPart(parts, self._reads.absent) if parts else None
 
 
@@ -443,10 +459,6 @@ class _WatchedInPart(_Watched):
         if super().__contains__(name):
             return True
         return self._reads.active and self._below(name) is not None
-
-
-def _is_all_of(parameter: Any, shard: Tensor) -> bool:
-    return isinstance(parameter, nn.Parameter) and parameter.shape == shard.shape
 
 
 def _written(fqn: str) -> str:

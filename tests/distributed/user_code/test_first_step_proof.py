@@ -211,7 +211,7 @@ def _says_entry(kind: Any) -> Any:
 
 _LOOK = "lightning_par.strategies.start.first_look.FirstLook.is_due"
 _STATISTICS = "lightning_par.strategies.start.start.check_batch_statistics"
-_READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
+_READS = "lightning_par.strategies.setup.parallelize.describe_tensors"
 _NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"
 _VIEW = "lightning_par.strategies.hooks.user_hooks.UserHooks._is_user"
 _EFFECTS = "lightning_par.engine.pipeline.module_split.watch_side_effects"

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning, ModelSummary
 from torch import nn, Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
@@ -132,6 +132,49 @@ def a_state_dict_that_all_ranks_save() -> Any:
         return len(saved) + sum(float(v.double().norm()) for v in saved.values())
 
     return with_hook("on_train_batch_end", number)
+
+
+class Balanced(PlainNet):
+    """Blocks that count what they choose in a buffer, and keep buffers of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("bias", torch.zeros(32))
+            block.register_buffer("count", torch.zeros(32), persistent=False)
+            block.inner = nn.Module()
+            block.inner.register_buffer("scale", torch.ones(32))
+            block.register_forward_pre_hook(self._choose)
+
+    @staticmethod
+    def _choose(block: Any, args: Any) -> Any:
+        (x,) = args
+        chosen = (x.detach() + block.bias) > 0.1
+        if block.training:
+            with torch.no_grad():
+                block.count += chosen.flatten(0, -2).sum(0)
+        return x * block.inner.scale + 0.1 * torch.where(chosen, x, 0)
+
+
+@CASES.add(equal="pp2", large="zero3")
+def buffers_of_all_blocks_are_changed_after_a_step() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__(Balanced())
+
+        @torch.no_grad()
+        def on_train_batch_end(self, *_: Any) -> None:
+            for block in self.net.blocks:
+                block.bias += 0.01 * torch.sign(block.count.mean() - block.count)
+                block.count.zero_()
+                block.inner.scale.mul_(0.99)
+            for _, buffer in self.net.named_buffers():
+                buffer.add_(1e-3)
+            state = {n: v for n, v in self.net.state_dict().items() if "bias" in n or "scale" in n}
+            assert not any("count" in name for name in self.net.state_dict())
+            rate_of(self, sum(float(value.abs().sum()) for value in state.values()))
+
+    return Module(), token_pairs()
 
 
 @CASES.add(equal="tp2 pp2 zero3")
