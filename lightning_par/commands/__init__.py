@@ -32,6 +32,7 @@ __all__ = [
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
     "calibrate": "measure this machine, and write a device profile for search and forecast",
+    "certificate": "print and check what a run has written of itself, or compare two runs",
     "completion": "print a script with which a shell completes commands and options",
     "explain": "say the cause, an example and the cure of the code at the end of an error",
     "export": "write a checkpoint folder as files for programs that do not know this package",
@@ -154,6 +155,8 @@ def _add(parser: argparse.ArgumentParser, parameter: Parameter, meaning: str) ->
     else:
         settings |= {"type": form, "metavar": name.rstrip("_").upper()}
     if parameter.kind is not parameter.KEYWORD_ONLY:
+        if default is not parameter.empty:
+            settings |= {"nargs": "?", "default": default}
         action = parser.add_argument(name, **settings)
     else:
         settings |= {"required": True} if default is parameter.empty else {"default": default}

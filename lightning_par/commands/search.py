@@ -7,8 +7,8 @@ import yaml
 
 from lightning_par.commands import FitArguments, PathName
 from lightning_par.commands.prediction.planned_run import Machine, PlannedRun
+from lightning_par.commands.prediction.trial import Trial, try_layouts
 from lightning_par.commands.run_config import read_settings
-from lightning_par.commands.trial import Trial, try_layouts
 from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table

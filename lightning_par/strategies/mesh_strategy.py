@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -351,12 +350,12 @@ class MeshStrategy(ParallelStrategy):
         self._loading.complete(self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
         self._hooks.attach(self.parallel_model, trainer, self.root_device)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             prepare_optimizers(self.optimizers, self.parallel_model, self.root_device)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             move_states(self.optimizers, self.root_device)
 
     def _on_mesh(self, module: pl.LightningModule | None) -> bool:
@@ -570,6 +569,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self.flush_offload()
+        self.start.end_training(self.parallel_model, self.options)
         self.processes.end_loop()
 
     def _end_evaluation(self) -> None:

@@ -118,7 +118,7 @@ def test_best_last_and_every_few_steps(
         assert result == {
             "files": [
                 *(f"steps/{name}.ckpt" for name in ("last", "step=2", "step=4", "step=6")),
-                *(f"top/{name}" for name in sorted([best, "last.ckpt"])),
+                *(f"top/{name}" for name in sorted([best, "certificate.json", "last.ckpt"])),
             ],
             "linked": not background,
             "complete": True,

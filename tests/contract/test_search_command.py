@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_par.commands.trial import run_process
+from lightning_par.commands.prediction.trial import run_process
 from tests.support.cli_scripts import command, run_command
 from tests.support.ranks.api import run_ranks
 

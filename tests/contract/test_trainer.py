@@ -151,6 +151,7 @@ def test_monitored_fit_is_that_of_one_device(layout: str, tmp_path: Path) -> Non
     firsts = [out.pop("first") for out in wanted["outputs"]]
     found = [[out.pop("first") for out in r["outputs"]] for r in results]
     for result in results:
+        result["files"].remove("log/lightning_logs/version_0/certificate.json")  # only a mesh's run
         assert_same(result, without_data_loss(wanted, result, layout), layout)
     if layout == "dp2":
         merged = [torch.stack(pair, 1).flatten() for pair in zip(*found, strict=True)]

@@ -1,1 +1,1 @@
-"""Predicting a configured run: its settings, layouts and picture."""
+"""Predicting a configured run: its settings, layouts and picture; and trying layouts."""

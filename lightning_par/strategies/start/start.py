@@ -20,15 +20,18 @@ from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.observe.cross_entropies import LookAtLosses
 from lightning_par.observe.isolate import untouched
+from lightning_par.strategies.components.certificate import write_certificate
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
 from lightning_par.strategies.start.silence import silent
-from lightning_par.strategies.start.step_proof import StepProof
+from lightning_par.strategies.start.step_proof import LARGEST, StepProof
 from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.world_size import compares_world_sizes
@@ -46,7 +49,7 @@ class RunStart:
 
     Args:
         steps: Runs the user's steps; it asks this object from now on.
-        decisions: Where the rule of the loss is noted.
+        decisions: Where the rule of the loss is noted; the certificate has them.
         proof: Compares the first step with one process.
         is_proved: Whether it can, on rank 0.
 
@@ -62,6 +65,7 @@ class RunStart:
         self, steps: StepRunner, decisions: Decisions, proof: StepProof, *, is_proved: bool
     ) -> None:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
+        self._decisions = decisions
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
         self.after_look: dict[int, Callable[[], None]] = {}
         weigher, has_values = steps.weigher, steps.world.has_values
@@ -170,6 +174,17 @@ class RunStart:
                     batch, dims = self._shown(args[0], dims)
                     self._meet(known, name, context, [batch, *args[1:]], dims)
         return known
+
+    def end_training(self, model: ParallelModel, options: MeshOptions) -> None:
+        """Write the certificate of a run whose training has ended.
+
+        Args:
+            model: The model on its mesh.
+            options: Of the strategy.
+
+        **Communicates**: see `write_certificate`.
+        """
+        write_certificate(model, options, self._decisions, self.proof.outcomes, LARGEST)
 
     def _shown(self, batch: Any, dims: BatchDims) -> tuple[Any, BatchDims]:
         """Return what of a batch is looked at: one sample, if another replica has no more."""

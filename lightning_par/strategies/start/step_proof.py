@@ -86,6 +86,8 @@ class StepProof:
     Attributes:
         is_over: Whether nothing is to be noted any more.
         outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
+        outcomes: On rank 0: every step that was to be proved -> "equal", "in part: ..." or "not
+            proved: ...", for the certificate.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class StepProof:
         self._skeleton, self._options, self._device = skeleton, options, device
         self.is_over = skeleton is None
         self._model: ParallelModel | None = None
-        self.outcome = ""
+        self.outcome, self.outcomes = "", dict[str, str]()
         self._every, self._is_later = options.verify_every, False
         self._step, self._next = -1, 0  # the last step that began, and the next that is proved
         self._forget()
@@ -212,6 +214,7 @@ class StepProof:
         if reason:
             self.close()
             self.outcome = f"{self._which} {_NOT_PROVED}: {reason}"
+            self._note(f"not proved: {reason.removesuffix('.')}")
             self._refuse_if_asked()
             rank_zero_info(self.outcome)
             return False
@@ -308,6 +311,7 @@ class StepProof:
                 self._next = self._step + self._every
         if isinstance(verdict, CannotProveError):
             self.outcome = f"{which} {_NOT_PROVED}: {verdict}."
+            self._note(f"not proved: {verdict}")
             self._refuse_if_asked()
             if dist.get_rank() == 0:
                 _logger.warning(self.outcome)
@@ -315,7 +319,11 @@ class StepProof:
             raise VerificationError("LP801", verdict)
         elif not self.outcome or is_later:
             self.outcome = self.outcome or "equal"
+            self._note("equal")
             rank_zero_info(f"{which} on {model.mesh.sizes} equals that of one process.")
+
+    def _note(self, outcome: str) -> None:
+        self.outcomes[f"training step {self._step}"] = outcome
 
     def _refuse_if_asked(self) -> None:
         """Raise if the step has to be proved, and was not.
@@ -349,6 +357,7 @@ class StepProof:
         verdict = self._agree(lambda: judge.judge())  # type: ignore[union-attr]
         if judge is not None and judge.notes:
             self.outcome = f"{self._which} is proved in part: {'; '.join(judge.notes)}."
+            self._note(f"in part: {'; '.join(judge.notes)}")
             rank_zero_info(self.outcome)
         if verdict != REHEARSE:
             return verdict

@@ -14,6 +14,7 @@ CONFIG = str(Path(__file__).parents[3] / "configs" / "gpt_hybrid3d_4.yaml")
 OPTIONS = {
     "backends": "",
     "calibrate": "--out --name --accelerator --devices --nodes --seconds --dtype",
+    "certificate": "",
     "completion": "",
     "explain": "",
     "export": "--ckpt --out --format --max-shard-gb --below --trust",
@@ -94,6 +95,8 @@ def test_help_names_defaults_schedules_and_other_values(
         ("inspect a b", 2, "inspect: error: unrecognized arguments: b"),
         ("export --ckpt a", 2, "export: error: the following arguments are required: --out"),
         ("completion fish", 2, "completion: error: argument shell: invalid choice: 'fish'"),
+        ("certificate", 2, "certificate: error: the following arguments are required: RUN"),
+        ("certificate none", 1, "error: there is no none. A fit that ends"),
         ("explain lp999", 1, "error: LP999 is no code; did you mean"),
         ("calibrate --out none/x.json", 1, "error: --out none/x.json: there is no folder none."),
         ("fit --islands=two", 2, "fit --islands: error: argument --islands: invalid int value"),

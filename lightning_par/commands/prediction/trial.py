@@ -1,7 +1,7 @@
 """Tries layouts of a run on this machine: a few steps of each, in processes of their own.
 
-``python -m lightning_par.commands.trial TIMES ...`` is such a process; the other arguments are
-those of ``lightning-par fit``.
+``python -m lightning_par.commands.prediction.trial TIMES ...`` is such a process; the other
+arguments are those of ``lightning-par fit``.
 """
 
 import json
