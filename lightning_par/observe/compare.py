@@ -12,7 +12,7 @@ such runs are compared by their largest entries, and their weights as they are.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "first_beyond",
     "measure_backwards",
     "measure_states",
+    "measure_values",
     "tolerance_of",
 ]
 
@@ -104,7 +105,7 @@ class Difference:
 
     Attributes:
         kind: What it is; "closure": how often the optimizer computed the loss.
-        name: FQN of the parameter or buffer; empty for a loss.
+        name: FQN of the parameter, buffer or metric, or logged name; empty for a loss.
         got: The loss, or the norm, on the mesh.
         wanted: That on one process.
         size: Norm of the difference.
@@ -115,7 +116,7 @@ class Difference:
         rank: Global rank then.
     """
 
-    kind: Literal["loss", "closure", "gradient", "weight"]
+    kind: Literal["loss", "closure", "gradient", "weight", "log", "metric", "output"]
     name: str = ""
     got: float
     wanted: float
@@ -131,6 +132,11 @@ class Difference:
         """The absolute loss, or the norm, on one process."""
         return abs(self.wanted)
 
+    @property
+    def _apart(self) -> str:
+        same = math.isclose(self.got, self.wanted, rel_tol=1e-6)
+        return f"; the norm of the difference is {self.size:.3g}" if same else ""
+
     def __str__(self) -> str:
         if self.step is not None:
             of = f" of {self.name}" if self.name else ""
@@ -142,6 +148,9 @@ class Difference:
             return (
                 f"the loss of the global batch is {self.got:.9g}, on one process {self.wanted:.9g}"
             )
+        if self.kind in _OF_EVALUATION:
+            what = _OF_EVALUATION[self.kind].format(self.name)
+            return f"{what} {self.got:.9g}, on one process {self.wanted:.9g}{self._apart}"
         if self.kind == "closure":
             return f"the loss was computed {self.got:g} times, on one process {self.wanted:g} times"
         what = f"the {self.kind} of {self.name}" + (
@@ -151,6 +160,51 @@ class Difference:
         return (
             f"{what} has the norm {self.got:.6g}, on one process {self.wanted:.6g}; the norm of "
             f"the difference is {self.size:.3g}{more}"
+        )
+
+
+_OF_EVALUATION = {
+    "log": "the logged {!r} is",
+    "metric": "the metric {!r} has for this batch the norm",
+    "output": "what the step returns has the norm",
+}
+
+
+def measure_values(
+    kind: Literal["log", "metric", "output"],
+    name: str,
+    got: Sequence[Any],
+    wanted: Sequence[Any],
+    tolerance: Tolerance,
+) -> Iterator[Difference]:
+    """Give the differences of the numbers and tensors of an evaluation step.
+
+    Args:
+        kind: What they are.
+        name: Of the log or metric.
+        got: Those of the mesh.
+        wanted: Those of one process; what is neither number nor tensor is left out.
+        tolerance: For both; of a single number that of a loss, else that of a gradient.
+    """
+    for mesh, one in zip(got, wanted, strict=True):
+        if not all(isinstance(each, int | float | Tensor) for each in (mesh, one)):
+            continue
+        value, other = torch.as_tensor(mesh).detach(), torch.as_tensor(one).detach()
+        if value.shape != other.shape:
+            norms = tolerance.norm(value), tolerance.norm(other)
+            yield Difference(kind=kind, name=name, got=norms[0], wanted=norms[1], size=math.inf)
+            continue
+        size, norm = tolerance.distance(_wide(value), _wide(other)), tolerance.norm(other)
+        is_number = other.numel() == 1
+        bound = tolerance.loss * max(1.0, norm) if is_number else tolerance.gradient * norm
+        shown = (value, other) if is_number and not other.is_complex() else None
+        yield Difference(
+            kind=kind,
+            name=name,
+            got=tolerance.norm(value) if shown is None else float(value),
+            wanted=norm if shown is None else float(other),
+            size=size,
+            excess=_excess(size, bound + tolerance.nothing),
         )
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["StartValues", "StepRecord"]
+__all__ = ["EvaluationRecord", "StartValues", "StepRecord"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,4 +57,23 @@ class StepRecord:
     trains: frozenset[str] = frozenset()
     draws: bool = False
     written: set[str] = field(default_factory=set)
+    error: BaseException | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class EvaluationRecord:
+    """What a batch of validation, test or prediction computed; tensors are on the CPU.
+
+    Attributes:
+        logs: Name -> the numbers that were logged under it, in order.
+        output: What the step returned.
+        metrics: FQN -> value of the metrics that were updated, for this batch alone.
+        draws: Whether the step drew random numbers.
+        error: What ended the run, if it failed.
+    """
+
+    logs: dict[str, list[float]] = field(default_factory=dict)
+    output: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    draws: bool = False
     error: BaseException | None = None

@@ -47,6 +47,7 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.start.evaluation_proof import EvaluationProof
 from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.start.start import RunStart
 from lightning_par.strategies.start.step_proof import StepProof, take_skeleton
@@ -126,7 +127,9 @@ def parallelize(  # house: the order, in one place
     )
     proof = StepProof(skeleton, options, device)
     why_not = proof.why_not(module, module.trainer.precision_plugin, resolved.plan.batch)
-    start = RunStart(steps, processes.decisions, proof, is_proved=why_not == "")
+    evaluations = EvaluationProof(skeleton, options, device, proof.outcomes)
+    is_proved = why_not == ""
+    start = RunStart(steps, processes.decisions, proof, evaluations, is_proved=is_proved)
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding, options)
     gradients.form = steps.form

@@ -69,6 +69,10 @@ _COMPARED = {
         "the losses and the gradients, which are equal, and then the weights that the optimizer, "
         "hooks and callbacks make of the same gradients; this one differs most for its update."
     ),
+    **dict.fromkeys(
+        ("log", "metric", "output"),
+        "what the step logs, its metrics for this batch, and what it returns, in this order.",
+    ),
     "closure": "the losses and the gradients, which are equal, and how often there are some.",
 }
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["gather_batches", "gather_tensors", "mean_over"]
+__all__ = ["gather_batches", "gather_state", "gather_tensors", "mean_over"]
 
 
 @torch.no_grad()
@@ -41,6 +41,23 @@ def gather_tensors(
     for stage in stages:
         merged = {**stage, **merged}
     return merged
+
+
+def gather_state(
+    module: nn.Module, canonical: Mapping[str, str], mesh: ParallelMesh
+) -> dict[str, Tensor]:
+    """Return all parameters and buffers likewise; gathered weights have to be released before.
+
+    Args:
+        module: The module on the mesh.
+        canonical: See `gather_tensors`.
+        mesh: Mesh of this run.
+
+    **Communicates**: as `gather_tensors`.
+    """
+    # A buffer under the name of a parameter stands for that of another stage.
+    buffers = [(n, b) for n, b in module.named_buffers() if n not in canonical]
+    return gather_tensors((*module.named_parameters(), *buffers), canonical, mesh)
 
 
 def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:

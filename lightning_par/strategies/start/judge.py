@@ -116,7 +116,7 @@ class Judge:
         noted = self.noted
         if self.options.gradient_compression is not None:
             noted = replace(noted, gradients=[None] * len(noted.gradients))
-        return first_beyond(measure_backwards(noted, one, self._tolerance))
+        return first_beyond(measure_backwards(noted, one, self.tolerance))
 
     def _rehearse(self) -> str:
         """Ask for a second forward and backward without random numbers, which leaves no trace.
@@ -197,19 +197,14 @@ class Judge:
         )
         with WithoutDropout():
             one = self._run(start=start, backwards=1)
-        difference = first_beyond(measure_backwards(mesh, one, self._tolerance))
+        difference = first_beyond(measure_backwards(mesh, one, self.tolerance))
         return None if difference is None else self._explain(difference, one)
 
     def _run(self, **changes: Any) -> StepRecord:
         """Take the step on one process, with `changes` of what is given."""
         if "batches" not in changes:
-            changes["batches"] = self._joined
-        given = replace(self.given, **changes)
-        given_plugin: Precision = self.plugin.given  # type: ignore[attr-defined]
-        plugin = None
-        if not type(given_plugin).__module__.startswith("lightning."):
-            plugin = copy.copy(given_plugin)
-            vars(plugin).update(vars(self.plugin))  # what it has learned on the mesh
+            changes["batches"] = self.joined
+        given, plugin = replace(self.given, **changes), self.own_plugin
         trainer = self.model.module.trainer
         originals = {i: name for i, (name, _) in self.model.states.given.items()}
         one = run_alone(self.skeleton, given, trainer, originals, self.device, plugin)
@@ -218,8 +213,27 @@ class Judge:
             raise CannotProveError(f"the step failed on one process with {kind_of}: {one.error}")
         return one
 
+    @property
+    def own_plugin(self) -> Precision | None:
+        """A plugin of the user's, for one process; None: it is one of Lightning."""
+        given: Precision = self.plugin.given  # type: ignore[attr-defined]
+        if type(given).__module__.startswith("lightning."):
+            return None
+        plugin = copy.copy(given)
+        vars(plugin).update(vars(self.plugin))  # what it has learned on the mesh
+        return plugin
+
+    @property
+    def given_whole(self) -> GivenStep:
+        """What the step starts from, with the global batches.
+
+        Raises:
+            CannotProveError: They cannot be joined.
+        """
+        return replace(self.given, batches=self.joined)
+
     @cached_property
-    def _joined(self) -> list[Any]:
+    def joined(self) -> list[Any]:
         """The global batches."""
         joined = []
         for parts in self.given.batches:
@@ -234,7 +248,7 @@ class Judge:
     @property
     def _has_valid_labels(self) -> bool:
         """Whether any label of the step counts."""
-        counts = [self.model.steps.has_valid_labels(batch) for batch in self._joined]
+        counts = [self.model.steps.has_valid_labels(batch) for batch in self.joined]
         return any(counted is None or bool(counted) for counted in counts)
 
     def _pad(self, parts: Sequence[Any], reason: CannotJoinError) -> Any:
@@ -251,7 +265,7 @@ class Judge:
         for replica, part in enumerate(parts):
             padded = cut_replica(whole, sizes, replica)
             alone, longer = (self._loss_of(batch) for batch in (part, padded))
-            if not abs(alone - longer) <= self._tolerance.loss * max(1.0, abs(alone)):
+            if not abs(alone - longer) <= self.tolerance.loss * max(1.0, abs(alone)):
                 raise CannotProveError(f"{reason}, and padding them changes the loss")
         return whole
 
@@ -280,7 +294,7 @@ class Judge:
         )
 
     @property
-    def _tolerance(self) -> Tolerance:
+    def tolerance(self) -> Tolerance:
         """Of losses and gradients."""
         dtypes = [t.dtype for t in self.given.start.tensors.values()]
         precision = str(self.model.module.trainer.precision)
@@ -293,20 +307,30 @@ class Judge:
         return tolerance_of(*dtypes)
 
     def _explain(self, difference: Difference, one: StepRecord) -> str:
+        start = self.given.start
+        step = f"step {start.global_step}" if start.is_later else "the first step"
+        return self.explain(difference, draws=one.draws, step=step)
+
+    def explain(self, difference: Difference, *, draws: bool, step: str) -> str:
+        """Return the text of the error.
+
+        Args:
+            difference: What differs.
+            draws: Whether the step draws random numbers.
+            step: Which one it is, as in a sentence.
+        """
         trainer = self.model.module.trainer
         found = Findings(
             module=self.skeleton.module,
             sizes=self.model.mesh.sizes,
             styles=self.model.resolved.styles,
-            draws=one.draws,
+            draws=draws,
             optimizers=[
                 type(optimizer)
                 for optimizer in trainer.optimizers
                 if declared_reach(optimizer) != "entry" or hasattr(optimizer, LOOKS_ACROSS)
             ],
             callbacks=self.skeleton.callback_names,
-            step=f"step {self.given.start.global_step}"
-            if self.given.start.is_later
-            else "the first step",
+            step=step,
         )
         return explain(difference, found)

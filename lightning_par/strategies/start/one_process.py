@@ -34,16 +34,19 @@ from lightning_par.engine.rng import (
     restore_random_states,
     states_alike,
 )
+from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.observe.outside import outside_kept
-from lightning_par.observe.report import StartValues, StepRecord
+from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
 from lightning_par.strategies.start.silence import silent
 from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.strategies.step.metrics import MetricsOfBatch
+from lightning_par.strategies.step.step_traces import LogCall, logs_off, noted_logs
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import TunerExit
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["GivenStep", "run_alone"]
+__all__ = ["GivenStep", "evaluate_alone", "run_alone"]
 
 _RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 _MODULE_HOOKS = ("prepare_data", "setup", "configure_model", "teardown", "on_exception")
@@ -188,6 +191,81 @@ def run_alone(
     except Exception as error:
         record.error = error
     return record
+
+
+_RUNS = {"validation_step": "validate", "test_step": "test", "predict_step": "predict"}
+
+
+def evaluate_alone(
+    skeleton: Skeleton,
+    given: GivenStep,
+    name: str,
+    on_mesh: pl.LightningModule,
+    device: torch.device,
+    plugin: Precision | None = None,
+) -> EvaluationRecord:
+    """Run an evaluation step on one process, and return what it computed.
+
+    Args:
+        skeleton: The user's module.
+        given: What the step starts from: one batch.
+        name: Of the step.
+        on_mesh: The module on the mesh, whose attributes are taken over: hooks have run.
+        device: Device of this rank.
+        plugin: See `run_alone`.
+    """
+    record, user = EvaluationRecord(), on_mesh.trainer
+    try:
+        with _single_process(device, user), ExitStack() as stack:
+            trainer = _trainer_like(user, SingleDeviceStrategy(device), plugin)
+            trainer.limit_val_batches = 1.0
+            _continue(trainer, given.start)
+            module, _ = skeleton.fill(given.start.tensors, trainer)
+            module.trainer = trainer
+            skeleton.follow(on_mesh, module)
+            _prepare_evaluation(module, user, given, name, record, device)
+            stack.enter_context(outside_kept(module.modules()))
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False  # as on the mesh, where there is gloo
+            getattr(trainer, _RUNS[name])(module, _Batches(given.batches, 1))
+    except Exception as error:
+        record.error = error
+    return record
+
+
+def _prepare_evaluation(
+    module: pl.LightningModule,
+    user: pl.Trainer,
+    given: GivenStep,
+    name: str,
+    record: EvaluationRecord,
+    device: torch.device,
+) -> None:
+    """Give a copy of the module its batch, without the hooks that have run before it, and end its
+    run after the step.
+    """
+    own, loop = vars(module), name.removesuffix("_step")
+    before = [f"on_{loop}_{time}" for time in ("start", "epoch_start", "batch_start")]
+    own |= {hook: lambda *_, **__: None for hook in (*_MODULE_HOOKS, *before)}
+    own |= {hook: lambda batch, *_, **__: batch for hook in _BATCH_HOOKS}
+    own["configure_callbacks"] = list
+    step, state = getattr(module, name), user.state
+    metrics, calls = MetricsOfBatch(module, looks=True), list[LogCall]()
+
+    @functools.wraps(step)
+    def run(batch: Any, *_: Any, **__: Any) -> Any:
+        restore_random_states(given.random_states[0], device)
+        module.trainer.state.fn, module.trainer.state.stage = state.fn, state.stage
+        before = collect_random_states(device)
+        with logs_off(module), noted_logs(module, calls), metrics.follow():
+            record.output = to_cpu(step(batch, *given.arguments[0]))
+        record.draws = not states_alike(before, collect_random_states(device))
+        record.metrics = to_cpu(metrics.values())
+        for call in calls:
+            record.logs.setdefault(call.name, []).append(float(call.value))
+        raise TunerExit
+
+    own[name] = run
 
 
 def _continue(trainer: pl.Trainer, start: StartValues) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -22,7 +23,8 @@ __all__ = ["Skeleton"]
 
 _OWN = frozenset(vars(pl.LightningModule()))
 """Attributes that Lightning and torch give every module."""
-_NO_STATE = (FunctionType, MethodType, Dataset, DataLoader, pl.LightningDataModule, nn.Module)
+_NO_STATE: tuple[type, ...] = (FunctionType, MethodType, nn.Module, dist.ProcessGroup)
+_NO_STATE += (Dataset, DataLoader, pl.LightningDataModule)
 _MISSING = object()
 _OURS = ("lightning.", "lightning_par.", "lightning_fabric.", "pytorch_lightning.")
 
@@ -66,6 +68,9 @@ class Skeleton:
         for held in vars(module).values():
             if isinstance(held, Dataset | DataLoader | pl.LightningDataModule):
                 memo[id(held)] = held
+        for part in module.modules():  # as metrics have one, after a run on another mesh
+            groups = (held for held in vars(part).values() if isinstance(held, dist.ProcessGroup))
+            memo |= {id(group): None for group in groups}
         made: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in module.parameters():
             on_meta = like_parameter(parameter, torch.empty_like(parameter, device="meta"))
@@ -98,18 +103,20 @@ class Skeleton:
         """
         self._before = {key: copy_of(value) for key, value in _attributes(module)}
 
-    def follow(self, module: pl.LightningModule) -> None:
+    def follow(self, module: pl.LightningModule, whole: pl.LightningModule | None = None) -> None:
         """Take over the attributes that have changed on the mesh since `note`.
 
         Args:
             module: That of rank 0.
+            whole: From `fill`, which takes them; None: the skeleton does.
 
         Raises:
             Exception: Whatever copies of the attributes raise.
         """
-        trainer = module.trainer
-        parts, own = dict(self.module.named_modules()), dict(self.module.named_parameters())
-        memo: dict[int, Any] = {id(trainer): self._trainer, id(trainer.strategy): trainer.strategy}
+        trainer, taker = module.trainer, self.module if whole is None else whole
+        parts, own = dict(taker.named_modules()), dict(taker.named_parameters())
+        memo: dict[int, Any] = {id(trainer.strategy): trainer.strategy}
+        memo[id(trainer)] = self._trainer if whole is None else whole.trainer
         memo |= {id(m): parts[place] for place, m in module.named_modules() if place in parts}
         memo |= {id(p): own[name] for name, p in module.named_parameters() if name in own}
         memo |= {id(logger): logger for logger in trainer.loggers}

@@ -6,7 +6,7 @@ knows nothing else of a look.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
+from lightning_par.strategies.start.evaluation_proof import EvaluationProof
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
@@ -51,6 +52,7 @@ class RunStart:
         steps: Runs the user's steps; it asks this object from now on.
         decisions: Where the rule of the loss is noted; the certificate has them.
         proof: Compares the first step with one process.
+        evaluations: Does so with the first batch of each evaluation.
         is_proved: Whether it can, on rank 0.
 
     Attributes:
@@ -62,10 +64,16 @@ class RunStart:
     """
 
     def __init__(
-        self, steps: StepRunner, decisions: Decisions, proof: StepProof, *, is_proved: bool
+        self,
+        steps: StepRunner,
+        decisions: Decisions,
+        proof: StepProof,
+        evaluations: EvaluationProof,
+        *,
+        is_proved: bool,
     ) -> None:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
-        self._decisions = decisions
+        self._decisions, self._evaluations = decisions, evaluations
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
         self.after_look: dict[int, Callable[[], None]] = {}
         weigher, has_values = steps.weigher, steps.world.has_values
@@ -175,6 +183,14 @@ class RunStart:
                     self._meet(known, name, context, [batch, *args[1:]], dims)
         return known
 
+    def proved(
+        self, name: str, args: Sequence[Any], known: EvaluationStep
+    ) -> AbstractContextManager[list[Any]]:
+        """Surrounds an evaluation step; see `EvaluationProof.proved`."""
+        strategy: Any = self.steps.module.trainer.strategy
+        model, plugin = strategy.parallel_model, strategy.precision_plugin
+        return self._evaluations.proved(model, plugin, name, args, known)
+
     def end_training(self, model: ParallelModel, options: MeshOptions) -> None:
         """Write the certificate of a run whose training has ended.
 
@@ -233,6 +249,7 @@ class RunStart:
         except ConfigurationError as error:  # it does not run on parts, or draws for all together
             known.count, known.random = 1, steps.random_of(name)
             if has_replicas:
+                known.is_of_replica = True
                 say = rank_zero_warn if error.code == "LP311" else rank_zero_info
                 say(f"{name} runs on the samples of each replica as if they were all: {error}")
                 return
@@ -249,6 +266,7 @@ class RunStart:
         if others or any(each.startswith(f"{name}()") for each in steps.weigher.sums):
             known.count = 1
         if has_replicas:
+            known.told = others
             warn_of_logs(name, others)
 
     @compares_world_sizes(lambda start: (start.steps.mesh, start._is_proved))

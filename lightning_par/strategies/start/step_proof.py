@@ -24,7 +24,12 @@ from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.start.gathering import gather_batches, gather_tensors, mean_over
+from lightning_par.strategies.start.gathering import (
+    gather_batches,
+    gather_state,
+    gather_tensors,
+    mean_over,
+)
 from lightning_par.strategies.start.judge import CannotProveError, Judge, numbers_of, REHEARSE
 from lightning_par.strategies.start.one_process import GivenStep
 from lightning_par.strategies.start.second_step import rehearsed
@@ -32,13 +37,21 @@ from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 from lightning_par.strategies.step.batch_weights import weigh
 
-__all__ = ["LARGEST", "StepProof", "take_skeleton"]
+__all__ = [
+    "LARGEST",
+    "NOT_PROVED",
+    "StepProof",
+    "agree",
+    "from_first",
+    "reason_of_run",
+    "take_skeleton",
+]
 
 LARGEST = 2**30
 """Bytes of parameters up to which ``verify="auto"`` proves the first step."""
 _COPIES = 8
 """Parameters, gradients and two states, and what the mesh had, in units of the parameters."""
-_NOT_PROVED = "is not proved to equal that of one process"
+NOT_PROVED = "is not proved to equal that of one process"
 _logger = logging.getLogger(__name__)
 _HOW = 'verify="first_step" proves it, and `lightning-par verify` compares more of them.'
 
@@ -174,15 +187,10 @@ class StepProof:
 
         **Communicates**: the reason of rank 0, to all.
         """
-        reason = self._skeleton if isinstance(self._skeleton, str) else ""
-        callbacks: Any = getattr(module.trainer, "callbacks", ())
+        reason = reason_of_run(self._skeleton, module, layout)
         if not reason and getattr(plugin, "scaler", None) is not None:
             reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
-        if not reason and any(map(_tunes, callbacks)):
-            reason = "a tuner has changed the run since it was set up."
-        if not reason and layout.local_statistics:
-            reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
-        return None if self.is_over else _from_first(reason)
+        return None if self.is_over else from_first(reason)
 
     def _outside(self, module: pl.LightningModule) -> Callable[[], None]:
         if not isinstance(self._skeleton, Skeleton):
@@ -210,10 +218,10 @@ class StepProof:
     def _start(self, model: ParallelModel, plugin: Precision) -> bool:
         reason = self.why_not(model.module, plugin, model.resolved.plan.batch)
         if not reason and self._is_later:
-            reason = _from_first(self._follow(model.module))
+            reason = from_first(self._follow(model.module))
         if reason:
             self.close()
-            self.outcome = f"{self._which} {_NOT_PROVED}: {reason}"
+            self.outcome = f"{self._which} {NOT_PROVED}: {reason}"
             self._note(f"not proved: {reason.removesuffix('.')}")
             self._refuse_if_asked()
             rank_zero_info(self.outcome)
@@ -279,12 +287,9 @@ class StepProof:
 
     def _gather_state(self) -> dict[str, Tensor]:
         assert self._model is not None
-        module, model = self._model.module, self._model
+        model = self._model
         model.sharding.release()
-        canonical = model.resolved.canonical
-        # A buffer under the name of a parameter stands for that of another stage.
-        buffers = [(n, b) for n, b in module.named_buffers() if n not in canonical]
-        return gather_tensors((*module.named_parameters(), *buffers), canonical, model.mesh)
+        return gather_state(model.module, model.resolved.canonical, model.mesh)
 
     def _prove(self) -> None:
         """Compare the step with that of one process.
@@ -310,7 +315,7 @@ class StepProof:
             else:
                 self._next = self._step + self._every
         if isinstance(verdict, CannotProveError):
-            self.outcome = f"{which} {_NOT_PROVED}: {verdict}."
+            self.outcome = f"{which} {NOT_PROVED}: {verdict}."
             self._note(f"not proved: {verdict}")
             self._refuse_if_asked()
             if dist.get_rank() == 0:
@@ -354,14 +359,14 @@ class StepProof:
                 given=self._given,
                 noted=self._noted,
             )
-        verdict = self._agree(lambda: judge.judge())  # type: ignore[union-attr]
+        verdict = agree(lambda: judge.judge())  # type: ignore[union-attr]
         if judge is not None and judge.notes:
             self.outcome = f"{self._which} is proved in part: {'; '.join(judge.notes)}."
             self._note(f"in part: {'; '.join(judge.notes)}")
             rank_zero_info(self.outcome)
         if verdict != REHEARSE:
             return verdict
-        reason = _from_first(self._follow(model.module))
+        reason = from_first(self._follow(model.module))
         if reason:
             return CannotProveError(reason.removesuffix("."))
         again = StepRecord()
@@ -369,22 +374,43 @@ class StepProof:
         with rehearsed(model, self._plugin, self._first, state, self._device) as loss:
             again.losses.append(self._global_loss(loss))
             again.gradients.append(self._gather_gradients())
-        return self._agree(lambda: judge.judge_rehearsal(again))  # type: ignore[union-attr]
-
-    def _agree(self, judge: Callable[[], Any]) -> Any:
-        """Return what rank 0 finds, on every rank."""
-        verdict: Any = None
-        if dist.get_rank() == 0:
-            try:
-                verdict = judge()
-            except CannotProveError as reason:
-                verdict = reason
-            except Exception as error:  # of ours: the others wait for a verdict
-                verdict = CannotProveError(f"{type(error).__name__}: {error}")
-        return _from_first(verdict)
+        return agree(lambda: judge.judge_rehearsal(again))  # type: ignore[union-attr]
 
 
-def _from_first(value: Any) -> Any:
+def reason_of_run(
+    skeleton: Skeleton | str | None, module: pl.LightningModule, layout: BatchLayout
+) -> str:
+    """Return why nothing of a run can be proved, as rank 0 knows it; empty: it can.
+
+    Args:
+        skeleton: From `take_skeleton`.
+        module: The user's LightningModule.
+        layout: What is declared of its batches.
+    """
+    if isinstance(skeleton, str) and skeleton:
+        return skeleton
+    callbacks: Any = getattr(module.trainer, "callbacks", ())
+    if any(map(_tunes, callbacks)):
+        return "a tuner has changed the run since it was set up."
+    if layout.local_statistics:
+        return "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
+    return ""
+
+
+def agree(judge: Callable[[], Any]) -> Any:
+    """Return what rank 0 finds, or why it cannot be proved, on every rank."""
+    verdict: Any = None
+    if dist.get_rank() == 0:
+        try:
+            verdict = judge()
+        except CannotProveError as reason:
+            verdict = reason
+        except Exception as error:  # of ours: the others wait for a verdict
+            verdict = CannotProveError(f"{type(error).__name__}: {error}")
+    return from_first(verdict)
+
+
+def from_first(value: Any) -> Any:
     """Return what rank 0 has, on every rank."""
     world = dist.group.WORLD
     assert world is not None

@@ -4,7 +4,7 @@ Length: training and evaluation go the same way, through a pipeline and without 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -62,11 +62,15 @@ class EvaluationStep:
         random: Its random numbers.
         count: Into how many micro-batches a batch is cut.
         is_divided: Whether its sequences are divided over the context ranks.
+        told: Logs, and metrics, of which a warning has said that replicas get something else.
+        is_of_replica: Whether a warning or the log has said that each replica runs it alone.
     """
 
     random: StepRandom
     count: int
     is_divided: bool
+    told: frozenset[str] = frozenset()
+    is_of_replica: bool = False
 
 
 class StepLooks(Protocol):
@@ -93,6 +97,11 @@ class StepLooks(Protocol):
 
     def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> EvaluationStep:
         """Return what is known of an evaluation step, which may be looked at."""
+
+    def proved(
+        self, name: str, args: Sequence[Any], known: EvaluationStep
+    ) -> AbstractContextManager[list[Any]]:
+        """Surrounds an evaluation step, which may be proved; takes what it returns."""
 
 
 class StepRunner:
@@ -359,6 +368,7 @@ class StepRunner:
             if self.weigher.fills:
                 opened.enter_context(counting_nowhere(self.module, trains=False))
             known = self.looks.evaluation(name, context, args)
+            noted = opened.enter_context(self.looks.proved(name, args, known))
             if known.is_divided:
                 args = self._open(args, opened)
             else:
@@ -373,10 +383,12 @@ class StepRunner:
                 with self.random.step(samples, count, self.tokens_of(args[0]), self.share):
                     output = self.pipeline.evaluation(name, context, args, dims, key, count)
                     self.random.share(self.pipeline.from_last_stage)
-                return output
-            weights = self.weigher.weigh([args[0]], [samples]) if weighted else None
-            with adjust_logs(self.module, weights):
-                return self._whole(name, context, args, key, dims)
+            else:
+                weights = self.weigher.weigh([args[0]], [samples]) if weighted else None
+                with adjust_logs(self.module, weights):
+                    output = self._whole(name, context, args, key, dims)
+            noted.append(output)
+        return output
 
     def random_of(self, name: str) -> StepRandom:
         """Return random numbers of a step that nobody has looked at."""

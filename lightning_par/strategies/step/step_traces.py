@@ -33,6 +33,7 @@ __all__ = [
     "compare_parts",
     "join_over_context",
     "logs_off",
+    "noted_logs",
     "numbers_of",
     "record_logs",
     "replay_logs",
@@ -78,6 +79,26 @@ def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
 def logs_off(module: pl.LightningModule) -> Iterator[None]:
     """Inside, `self.log` does nothing."""
     with _shadow_log(module, lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[None]:
+    """Record the calls of `self.log` with numbers, and carry all of them out.
+
+    Args:
+        module: The user's LightningModule.
+        calls: Gets them.
+    """
+    original = module.log
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if isinstance(value, int | float | Tensor):
+            number = value.detach() if isinstance(value, Tensor) else value
+            calls.append(LogCall(name=name, value=number, metric=None, options=options))
+        original(name, value, *args, **options)
+
+    with _shadow_log(module, log):
         yield
 
 
