@@ -179,7 +179,8 @@ class ParallelPlan:
             divided, it is filled in. Empty: the model needs none, or takes them from the batch.
             None: the model may count by itself, so sequences cannot be divided.
         captured: Name of a module inside a block -> which entry of its output code after the blocks
-            collects through forward hooks. It crosses the boundaries of stages.
+            collects through forward hooks (any number, if it is a tensor). It crosses the
+            boundaries of stages.
         counts: FQN pattern -> name and number of what a module counts (heads), where it has no such
             attribute; the tensor-parallel degree has to divide them.
         sequence_region: Where sequence parallelism shards activations: ``"model"``, from the

@@ -55,7 +55,7 @@ def add_stand_ins(
     """
     modules = dict(block.named_modules())
     fakes = []
-    for path, index in captured.items():
+    for path in captured:
         if path not in modules:
             continue
         *parents, name = path.split(".")
@@ -69,7 +69,7 @@ def add_stand_ins(
         nn.Module.__init__(fake)
         # The model's own hooks, which are to see the output.
         fake._forward_hooks.update(modules[path]._forward_hooks)
-        fake.__dict__["_answer"] = _answerer(stub, path, index)
+        fake.__dict__["_answer"] = _answerer(stub, path)
         owner._modules[name] = fake
         fakes.append(fake)
 
@@ -91,13 +91,15 @@ def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any
             raise PlanError(
                 "LP212", f"captured: {path} gives a {type(value).__name__}, not a tensor."
             )
-        object.__setattr__(block, _attribute(path), value)
+        is_entry = isinstance(output, tuple | list)
+        kept = (*[None] * index, value) if is_entry else value  # as hooks of the model index it
+        object.__setattr__(block, _attribute(path), kept)
 
     return hook
 
 
-def _answerer(stub: nn.Module, path: str, index: int) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (*[None] * index, stub.__dict__[_attribute(path)])
+def _answerer(stub: nn.Module, path: str) -> Callable[[], Any]:
+    return lambda: stub.__dict__[_attribute(path)]
 
 
 def _answer(self: Any) -> Any:

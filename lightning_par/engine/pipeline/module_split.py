@@ -79,12 +79,12 @@ def cut_stages(
             if stage.index in held
             else GhostModule(unit, fqn, stage)
             if is_first
-            else AbsentModule(unit, fqn)
+            else AbsentModule(unit, fqn, stage)
             for stage in stages
         ]
         _place(model, fqn, stages, shown, shown[0] if held.isdisjoint(indices) else unit)
     for fqn in watched:
-        watch_side_effects(model, fqn, carried)
+        watch_side_effects(model, fqn, carried, captured)
     return stages
 
 

@@ -6,30 +6,34 @@ code would find less than on one process. What goes through the output of a bloc
 ``ParallelPlan(carried=..., captured=...)``, crosses the boundaries of stages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.pipeline.stage import EarlierBlock, name_of_block, StageStub
 from lightning_par.errors import PlanError
 
-__all__ = ["watch_side_effects"]
+__all__ = ["explain_absent", "watch_side_effects"]
 
 _Seen = dict[tuple[str, str], tuple[int, int]]
 """Name of a module and of what it keeps -> id of it and its length."""
 
 
-def watch_side_effects(model: nn.Module, fqn: str, carried: Sequence[str]) -> None:
+def watch_side_effects(
+    model: nn.Module, fqn: str, carried: Sequence[str], captured: Collection[str] = ()
+) -> None:
     """Refuse, when a local block first runs for training, what it leaves behind besides its output.
 
     Args:
         model: The user's module, cut into stages.
         fqn: Name of the block.
         carried: Attributes of a block that are sent to later stages.
+        captured: Modules inside a block whose hooks later stages call as well.
     """
     block = model.get_submodule(fqn)
+    ends = tuple(f".{name}" for name in captured)
     before: _Seen = {}
 
     def look(*_: Any) -> None:
@@ -43,7 +47,11 @@ def watch_side_effects(model: nn.Module, fqn: str, carried: Sequence[str]) -> No
             handle.remove()
         found = [key for key, seen in _kept(model).items() if before.get(key) != seen]
         before.clear()
-        found = [(owner, name) for owner, name in found if name not in carried]
+        found = [
+            (owner, name)
+            for owner, name in found
+            if name not in carried and not (name.startswith(_HOOK) and owner.endswith(ends))
+        ]
         if found:
             raise PlanError("LP409", _text(fqn, *found[0]))
 
@@ -53,26 +61,46 @@ def watch_side_effects(model: nn.Module, fqn: str, carried: Sequence[str]) -> No
     ]
 
 
+def explain_absent(error: Exception) -> PlanError | None:
+    """Return what to do about code that reads what a block of another stage leaves on itself.
+
+    Args:
+        error: What the user's step raised.
+
+    Returns:
+        None if it was about something else.
+    """
+    if not (isinstance(error, AttributeError) and isinstance(error.obj, EarlierBlock)):
+        return None
+    return PlanError(
+        "LP409",
+        f"{name_of_block(error.obj)} is on another pipeline stage than the code that reads its "
+        f"{error.name}, which it has only after it has run. "
+        f"{_OF_ATTRIBUTE.format(error.name)}. Or use pipeline_parallel_size=1.",
+    )
+
+
 def _text(fqn: str, owner: str, name: str) -> str:
     if name.startswith(_HOOK):
         what = f"a forward hook of {owner} keeps what it sees in a list or dict"
         cure = (
-            "Name the hooked module in ParallelPlan(captured=...) if it is inside the block, or "
-            "let the block return the value"
+            "Name the hooked module, as seen from the block, in ParallelPlan(captured={name: entry "
+            "of its output}) if it is inside the block, or let the block return the value"
         )
     else:
         what = f"{fqn} keeps a tensor with a gradient, or a longer list, in {owner or 'the module'}"
         what += f".{name}"
-        cure = (
-            "Let the block store a tensor on itself and declare ParallelPlan(carried="
-            f"({name!r},)), or return it with its output; detach what nobody differentiates"
-        )
+        cure = f"{_OF_ATTRIBUTE.format(name)}; detach what nobody differentiates"
     return (
         f"{what}. Under a pipeline other blocks run on other stages, and code that reads this "
         f"would miss theirs. {cure}. Or use pipeline_parallel_size=1."
     )
 
 
+_OF_ATTRIBUTE = (
+    "Let the block store a tensor on itself and declare ParallelPlan(carried=({!r},)), or return "
+    "it with its output"
+)
 _HOOK = "hook "
 
 

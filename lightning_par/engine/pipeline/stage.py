@@ -45,9 +45,11 @@ __all__ = [
     "StageExit",
     "StageStub",
     "TokenCount",
+    "called_by_a_hook",
     "check_last_block",
     "earlier_block",
     "matching_modules",
+    "name_of_block",
     "poison",
     "shape_of_block",
 ]
@@ -279,7 +281,7 @@ class Stage:
         state.recorded[str(block)] = output if whole else _elide_hidden(output)
         for name in self.carried:
             value = getattr(module, name, None)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | tuple):
                 state.recorded[f"{block}.{name}"] = value
 
 
@@ -407,7 +409,11 @@ class EarlierBlock(StageStub):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            pass
+        try:
             return getattr(self.__dict__["_shape"], name)
+        except AttributeError as error:  # told by `explain_absent`
+            raise AttributeError(str(error), name=name, obj=self) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what was received in the place of the block's output."""
@@ -469,6 +475,25 @@ def shape_of_block(stub: EarlierBlock) -> tuple[int, nn.Module]:
     return stub._number, stub._shape.__dict__["_shape_only"]
 
 
+def name_of_block(stub: EarlierBlock) -> str:
+    """Return the FQN of the block that a stub stands for."""
+    return str(stub._shape.__dict__["_fqn"])
+
+
+def called_by_a_hook(what: str) -> PipelineError:
+    """Return the refusal of a part of the model that a hook calls.
+
+    Args:
+        what: FQN of the module, and where it is called.
+    """
+    return PipelineError(
+        "LP407",
+        f"a hook calls {what}, which one pipeline stage holds. Call the LightningModule, or the "
+        "module that holds all blocks, which passes the stages; or name it in "
+        "ParallelPlan(replicated=...).",
+    )
+
+
 class LaterBlock(_Shape):
     """Stub of a block of a later stage: calling it ends this stage's share of the step."""
 
@@ -484,8 +509,15 @@ class LaterBlock(_Shape):
 class AbsentModule(_Shape):
     """Stub of a module that only the last stage holds; it may not be called."""
 
+    def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
+        super().__init__(module, fqn)
+        self.__dict__["_stage"] = stage
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `PipelineError`."""
+        stage = self.__dict__["_stage"]
+        if stage is not None and stage.current is None:
+            raise called_by_a_hook(self.__dict__["_fqn"])
         raise PipelineError(
             "LP407",
             f"{self.__dict__['_fqn']} belongs to the last pipeline stage but was called before the "
@@ -542,7 +574,8 @@ class GhostModule(_Shape):
             raise PipelineError(
                 "LP407",
                 f"{self.__dict__['_fqn']} gives a tensor of {tensor.dtype}, which later pipeline "
-                "stages would need: name it in ParallelPlan(replicated=...).",
+                "stages would need: name it, and the modules that give its inputs, in "
+                "ParallelPlan(replicated=...).",
             )
         return poison(tensor.shape, tensor.dtype, device)
 

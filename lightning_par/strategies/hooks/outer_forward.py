@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_par.engine.collectives import meet
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.pipeline.stage import called_by_a_hook
 from lightning_par.engine.wrapping import Forward, wrap_forward
-from lightning_par.errors import ConfigurationError, PipelineError
+from lightning_par.errors import ConfigurationError
 from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
@@ -70,12 +71,7 @@ def wrap_outer_forwards(
             if steps.pipeline is None:
                 return sharding.call(call)
             if lacks:
-                raise PipelineError(
-                    "LP407",
-                    f"a hook calls {lacks}{user_line()}, which one pipeline stage holds. Call the "
-                    "LightningModule, or the module that holds all blocks, which passes the "
-                    "stages; or name it in ParallelPlan(replicated=...).",
-                )
+                raise called_by_a_hook(f"{lacks}{user_line()}")
             return steps.pipeline.forward(call, (args, kwargs))
         finally:
             sharding.release()

@@ -1,5 +1,5 @@
-"""Errors of torch in a step, told in terms of the plan: a plain tensor that meets a sharded weight,
-gradients inside of a step that a pipeline cuts.
+"""Errors of a step, told in terms of the plan: a plain tensor that meets a sharded weight,
+gradients inside of a step that a pipeline cuts, what a block of another stage leaves on itself.
 """
 
 import re
@@ -11,6 +11,7 @@ from types import TracebackType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_par.engine.pipeline.side_effects import explain_absent
 from lightning_par.engine.tensor.whole_parameters import explain_shards, failing_module
 from lightning_par.errors import ConfigurationError, LightningParError, PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
@@ -36,7 +37,7 @@ def raise_explained(
     told: LightningParError | None
     told = explain_mixing(module, error) or explain_shards(module, error)
     if told is None and refuse is not None:
-        told = _explain_inner_gradients(error)
+        told = explain_absent(error) or _explain_inner_gradients(error)
         if told is not None and refuse(told):
             return
     if told is None:

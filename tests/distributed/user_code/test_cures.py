@@ -1,7 +1,5 @@
-"""The advice of refusals of a pipeline (LP406, LP407), applied to the refused module, is equal."""
+"""What a pipeline refuses, and the same module as the refusal advises, which is equal."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +8,11 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
-from tests.support.ranks.api import RankError
-from tests.support.user_code import Cases
+from tests.support.cures import Cures
+from tests.support.models.plain_language_model import PlainModule, PlainNet
 
-CASES = Cases(__name__)
-REFUSALS: dict[str, str] = {}
-"""Name of a case -> pattern of what it is refused with, without the cure."""
+CURES = Cures(__name__)
+CASES = CURES.cases
 
 
 class Net(PlainNet):
@@ -38,35 +34,6 @@ class Net(PlainNet):
         return self.behind(h, x)
 
 
-def advised(refusal: str, **plan: Any) -> Callable[[Callable[[bool], nn.Module]], None]:
-    """Add a case without its cure and one with it.
-
-    Args:
-        refusal: Pattern of the refusal, which names the cure.
-        plan: What the cure adds to the plan.
-    """
-
-    def decorate(net: Callable[[bool], nn.Module]) -> None:
-        def make(cured: bool) -> Any:
-            module = PlainModule(net(cured))
-            changed = replace(module.parallel_plan(), tensor={}, **(plan if cured else {}))
-            module.parallel_plan = lambda: changed  # type: ignore[method-assign]
-            return module, token_pairs()
-
-        def wrong() -> Any:
-            return make(False)
-
-        def right() -> Any:
-            return make(True)
-
-        wrong.__name__, right.__name__ = net.__name__, f"{net.__name__}_cured"
-        REFUSALS[wrong.__name__] = refusal
-        CASES.add()(wrong)
-        CASES.add(equal="pp2")(right)
-
-    return decorate
-
-
 class TowerBefore(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -76,12 +43,12 @@ class TowerBefore(Net):
         return self.tower(self.emb(x))
 
 
-@advised(r"net\.tower belongs to the last.*first=", first=("net.tower",))
+@CURES.add("LP407", r"net\.tower belongs to the last.*first=", first=("net.tower",))
 def a_module_behind_the_blocks_used_before_them(cured: bool) -> nn.Module:
     return TowerBefore()
 
 
-@advised(r"net\.tower belongs to the last.*replicated=", replicated=("net.tower",))
+@CURES.add("LP407", r"net\.tower belongs to the last.*replicated=", replicated=("net.tower",))
 def a_module_used_before_and_behind_the_blocks(cured: bool) -> nn.Module:
     class Both(TowerBefore):
         def behind(self, h: Tensor, x: Tensor) -> Tensor:
@@ -90,7 +57,7 @@ def a_module_used_before_and_behind_the_blocks(cured: bool) -> nn.Module:
     return Both()
 
 
-@advised(r"net\.emb\.weight lives on another.*replicated=", replicated=("net.emb",))
+@CURES.add("LP407", r"net\.emb\.weight lives on another.*replicated=", replicated=("net.emb",))
 def a_weight_of_the_first_stage_in_the_head(cured: bool) -> nn.Module:
     class Tied(Net):
         def behind(self, h: Tensor, x: Tensor) -> Tensor:
@@ -99,7 +66,7 @@ def a_weight_of_the_first_stage_in_the_head(cured: bool) -> nn.Module:
     return Tied()
 
 
-@advised(r"net\.emb is run for its shapes.*replicated=", replicated=("net.emb",))
+@CURES.add("LP407", r"net\.emb is run for its shapes.*replicated=", replicated=("net.emb",))
 def a_module_of_the_first_stage_that_needs_values(cured: bool) -> nn.Module:
     class Scaled(nn.Embedding):
         def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +87,7 @@ def a_module_of_the_first_stage_that_needs_values(cured: bool) -> nn.Module:
     return Values()
 
 
-@advised(r"net\.head is used after the blocks.*last=", last=("net.head",))
+@CURES.add("LP407", r"net\.head is used after the blocks.*last=", last=("net.head",))
 def a_head_defined_before_the_blocks(cured: bool) -> nn.Module:
     net = Net()
     children = net._modules
@@ -128,7 +95,7 @@ def a_head_defined_before_the_blocks(cured: bool) -> nn.Module:
     return net
 
 
-@advised("was called twice.*Join the inputs of both calls")
+@CURES.add("LP406", "was called twice.*Join the inputs of both calls")
 def two_forwards_in_a_step(cured: bool) -> nn.Module:
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +108,7 @@ def two_forwards_in_a_step(cured: bool) -> nn.Module:
     return Twice()
 
 
-@advised("use_reentrant=True.*Pass use_reentrant=False")
+@CURES.add("LP406", "use_reentrant=True.*Pass use_reentrant=False")
 def blocks_in_a_reentrant_checkpoint(cured: bool) -> nn.Module:
     class Recomputed(Net):
         def call(self, block: nn.Module, h: Tensor) -> Tensor:
@@ -150,7 +117,7 @@ def blocks_in_a_reentrant_checkpoint(cured: bool) -> nn.Module:
     return Recomputed()
 
 
-@advised(r"Call the block, as in block\(x\)")
+@CURES.add("LP406", r"Call the block, as in block\(x\)")
 def blocks_whose_forward_is_called_by_name(cured: bool) -> nn.Module:
     class ByName(Net):
         def call(self, block: nn.Module, h: Tensor) -> Tensor:
@@ -159,7 +126,7 @@ def blocks_whose_forward_is_called_by_name(cured: bool) -> nn.Module:
     return ByName()
 
 
-@advised("has a backward hook.*on a module inside of the block")
+@CURES.add("LP406", "has a backward hook.*on a module inside of the block")
 def backward_hooks_of_blocks(cured: bool) -> nn.Module:
     net = Net()
     for block in net.blocks:
@@ -167,12 +134,215 @@ def backward_hooks_of_blocks(cured: bool) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_without_the_cure(case: str) -> None:
-    with pytest.raises((RankError, AssertionError), match=f"(?s){REFUSALS[case]}"):
-        CASES.check(case, "pp2", None)
+@CURES.add("LP406", r"has a backward hook.*output\.register_hook")
+def backward_hooks_of_blocks_on_their_outputs(cured: bool) -> nn.Module:
+    def halved(grad: Tensor) -> Tensor:
+        return grad / 2
+
+    def on_output(block: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(halved)
+
+    net = Net()
+    for block in net.blocks:
+        if cured:
+            block.register_forward_hook(on_output)
+        else:
+            block.register_full_backward_pre_hook(lambda _, grads: (halved(grads[0]),))
+    return net
+
+
+@CURES.add("LP406", "a bare `except:` around the model call.*catch Exception")
+def a_bare_except_around_the_model(cured: bool) -> nn.Module:
+    class Careful(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            try:
+                return super().training_step(batch, batch_idx)
+            except Exception:
+                return None
+            except BaseException:
+                if cured:
+                    raise
+                return None
+
+    return Careful()
+
+
+@CURES.add(
+    "LP407",
+    r"net\.kind gives a tensor of torch\.int64.*modules that give its inputs, in .*replicated=",
+    replicated=("net.kind", "net.emb"),
+)
+def a_module_behind_the_blocks_that_gives_integers(cured: bool) -> nn.Module:
+    class Kind(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(-1)
+
+    class Masked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Sequential(nn.Embedding(64, 32))  # type: ignore[assignment]
+            children = self._modules
+            self.kind = Kind(32, 64)
+            self._modules = {n: children[n] for n in ("kind", "emb", "blocks", "norm", "head")}
+
+        def before(self, x: Tensor) -> Tensor:
+            h = self.emb(x)
+            self.kinds = self.kind(h.detach())
+            return h
+
+        def behind(self, h: Tensor, x: Tensor) -> Tensor:
+            return super().behind(h, x) * (1 + F.one_hot(self.kinds, 64))
+
+    return Masked()
+
+
+@CURES.add(
+    "LP407", r"a hook calls net\.head.*Call the LightningModule, or the module that holds all"
+)
+def a_hook_that_calls_the_head(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                out = self.net(torch.arange(8)[None]) if cured else self.net.head(torch.ones(1, 32))
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + float(out.square().mean())
+
+    return Module()
+
+
+@CURES.add("LP407", r"a hook calls net\..*replicated=", replicated=("net.head", "net.norm"))
+def a_hook_that_calls_a_replicated_head(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                size = self.net.head(self.net.norm.weight).square().mean()
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + float(size)
+
+    return Module()
+
+
+class Penalized(PlainModule):
+    """A loss with a term of its own."""
+
+    def term(self) -> Any:
+        return 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.term()
+
+
+_ELSEWHERE = "which is on another pipeline stage"
+
+
+@CURES.add("LP408", rf"{_ELSEWHERE}.*weight_decay of the optimizer")
+def a_penalty_on_all_weights_as_weight_decay(cured: bool) -> nn.Module:
+    class Module(Penalized):
+        def term(self) -> Any:
+            return 0.0 if cured else 0.01 * sum(p.square().sum() for p in self.parameters())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.5, weight_decay=0.02 if cured else 0.0)
+
+    return Module()
+
+
+@CURES.add("LP408", rf"{_ELSEWHERE}.*on_after_backward.*p\.grad\.add_\(p, alpha=\.\.\.\)")
+def a_penalty_on_all_weights_in_a_hook(cured: bool) -> nn.Module:
+    class Module(Penalized):
+        def term(self) -> Any:
+            return 0.0 if cured else 0.01 * sum(p.square().sum() for p in self.parameters())
+
+        def on_after_backward(self) -> None:
+            for p in self.parameters() if cured else ():
+                p.grad.add_(p, alpha=0.02)
+
+    return Module()
+
+
+@CURES.add("LP408", rf"{_ELSEWHERE}.*a small module in .*replicated=", replicated=("net.emb",))
+def a_penalty_on_the_embedding(cured: bool) -> nn.Module:
+    class Module(Penalized):
+        def term(self) -> Any:
+            return 0.01 * self.net.emb.weight.square().sum()
+
+    return Module()
+
+
+class Leaves(nn.Module):
+    """A block that also computes a loss of its own."""
+
+    def __init__(self, returns: bool = False) -> None:
+        super().__init__()
+        self.inner, self.returns = nn.Linear(32, 32), returns
+
+    def forward(self, x: Any) -> Any:
+        x, total = x if self.returns else (x, 0.0)
+        h = x + torch.tanh(self.inner(x))
+        aux = total + h.square().mean((1, 2))
+        if self.returns:
+            return h, aux
+        self.aux = aux
+        return h
+
+
+_KEEPS = r"net\.blocks\.0 is on another pipeline stage than the code that reads its aux,"
+
+
+@CURES.add("LP409", rf"{_KEEPS}.*carried=\('aux',\)", carried=("aux",))
+def losses_that_blocks_keep(cured: bool) -> nn.Module:
+    class Keeping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Leaves() for _ in range(4))
+
+        def behind(self, h: Tensor, x: Tensor) -> Tensor:
+            total = sum(block.aux for block in self.blocks)
+            return super().behind(h, x) * (1 + total[:, None, None])
+
+    return Keeping()
+
+
+@CURES.add("LP409", rf"{_KEEPS}.*or return it with its output")
+def losses_that_blocks_return(cured: bool) -> nn.Module:
+    class Returning(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Leaves(cured) for _ in range(4))
+
+        def before(self, x: Tensor) -> Any:
+            h = super().before(x)
+            return (h, h.new_zeros(len(h))) if cured else h
+
+        def behind(self, h: Any, x: Tensor) -> Tensor:
+            h, total = h if cured else (h, sum(block.aux for block in self.blocks))
+            return super().behind(h, x) * (1 + total[:, None, None])
+
+    return Returning()
+
+
+@CURES.add(
+    "LP409", r"a forward hook of .* keeps what.*captured={name: entry", captured={"mlp.up": 0}
+)
+def outputs_that_hooks_collect(cured: bool) -> nn.Module:
+    class Hooked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            seen: list[Tensor] = []
+            self.collected = lambda: seen
+            for block in self.blocks:
+                block.mlp.up.register_forward_hook(lambda _, __, out: seen.append(out))
+
+        def behind(self, h: Tensor, x: Tensor) -> Tensor:
+            seen = self.collected()
+            total = sum(out.square().mean((1, 2)) for out in seen)
+            seen.clear()
+            return super().behind(h, x) * (1 + total[:, None, None])
+
+    return Hooked()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
-def test_equal_with_the_cure(case: str, layout: str, refusal: str | None) -> None:
-    CASES.check(case, layout, refusal)
+def test_refused_without_the_cure_and_equal_with_it(
+    case: str, layout: str, refusal: str | None
+) -> None:
+    CURES.check(case, layout, refusal)
