@@ -108,7 +108,7 @@ def apply_tensor_parallel(
     if sequence_parallel and resolved.plan.sequence_region == "blocks":
         _shard_between_blocks(modules, resolved.block_names, regions.sharded)
     placements = tensor_placements(model, resolved)
-    if resolved.plan.sequence_region == "none":
+    if not sequence_parallel:
         read_whole_parameters(model, resolved, placements)
     return TensorParallel(
         mesh=mesh,

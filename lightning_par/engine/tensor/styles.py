@@ -83,7 +83,12 @@ def _rowwise(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: A
 def _vocab_embedding(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Look up the ids of this rank's rows, give 0 for all others, and sum over the ranks."""
     if getattr(module, "max_norm", None):
-        raise PlanError("LP207", "vocab_embedding: an embedding with max_norm stays 'replicated'.")
+        raise PlanError(
+            "LP207",
+            "vocab_embedding: an embedding with max_norm changes rows that other ranks hold. Bound "
+            "them in on_train_batch_end (torch.renorm) in place of max_norm, or use "
+            "tensor_parallel_size=1.",
+        )
     (ids,) = args or tuple(kwargs.values())
     weight = module._parameters["weight"]
     assert weight is not None

@@ -19,7 +19,7 @@ from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 
-__all__ = ["explain_shards", "failing_module", "read_whole_parameters"]
+__all__ = ["explain_shards", "failing_module", "holds_tensor_shards", "read_whole_parameters"]
 
 
 def read_whole_parameters(
@@ -122,7 +122,7 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
         return None
     name, module = failing_module(model, error.__traceback__)
     where = f"{name} ({type(module).__name__})" if name else "the step"
-    if not _is_sharded(model):
+    if not holds_tensor_shards(model):
         if not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return None  # an error of the user's own code, which met no shard
         return PlanError(
@@ -179,7 +179,8 @@ def _is_divided(parameter: nn.Parameter) -> bool:
     return "tp" in axes and isinstance(parameter.placements[axes.index("tp")], Shard)
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def holds_tensor_shards(model: nn.Module) -> bool:
+    """Return whether tensor parallelism holds a parameter of the model on this rank."""
     return any(
         isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())
         for p in model.parameters()

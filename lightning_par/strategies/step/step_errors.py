@@ -12,7 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.pipeline.side_effects import explain_absent
-from lightning_par.engine.tensor.whole_parameters import explain_shards, failing_module
+from lightning_par.engine.tensor.whole_parameters import (
+    explain_shards,
+    failing_module,
+    holds_tensor_shards,
+)
 from lightning_par.errors import ConfigurationError, LightningParError, PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
@@ -90,11 +94,26 @@ def _mixed_text(module: nn.Module, operation: str, trace: TracebackType | None) 
     name, owner = failing_module(module, trace)
     sharded = [n for n, p in owner.named_parameters(recurse=False) if isinstance(p, DTensor)]
     weights = f" ({', '.join(sharded)})" if sharded else ""
+    if not holds_tensor_shards(module):
+        cure = (
+            "Weights of a block are gathered when it is called, as in block(x), and neither by "
+            "block.forward(x) nor by code outside of it: call the block, or use zero_stage=0"
+        )
+    elif sharded:
+        cure = (
+            "Where it computes in a forward, give the module that holds the weight a style in "
+            f"ParallelPlan(tensor={{{name!r}: ...}}): 'replicated' if every rank computes alike, "
+            "'sequence_parallel' on each rank's tokens, 'replicated_with_grad_allreduce' on its "
+            "heads or features"
+        )
+    else:
+        cure = (
+            "A weight that the code of another module reads is whole with sequence_parallel=False "
+            "and the style 'replicated' of the module that holds it, in "
+            "ParallelPlan(tensor={...: 'replicated'})"
+        )
     return (
         f"{name or type(module).__name__}: {operation}{at} mixes a plain tensor with a weight"
-        f"{weights} that tensor or data parallelism holds as a DTensor. Where it computes in a "
-        f"forward, give the module that holds the weight a style in ParallelPlan(tensor="
-        f"{{{name!r}: ...}}): 'replicated' if every rank computes alike, 'sequence_parallel' on "
-        "each rank's tokens, 'replicated_with_grad_allreduce' on its heads or features. In a hook "
+        f"{weights} that tensor or data parallelism holds as a DTensor. {cure}. In a hook "
         "use trainer.strategy.full_parameter(name), or parameter.full_tensor()."
     )
