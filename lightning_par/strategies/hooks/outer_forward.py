@@ -82,8 +82,9 @@ def wrap_outer_forwards(
                 raise ConfigurationError(
                     "LP418",
                     "the module is traced on a mesh, as by a logger with log_graph=True, on one "
-                    "rank, which has a part of it. Log the graph before the run: logger.experiment."
-                    "add_graph(module, module.example_input_array), and pass log_graph=False.",
+                    "rank, which has a part of it. Log the graph in setup, where the module is "
+                    "whole: self.logger.experiment.add_graph(self, self.example_input_array), and "
+                    "pass log_graph=False.",
                 )
             if not steps.reads.in_hooks:
                 return inner(*args, **kwargs)

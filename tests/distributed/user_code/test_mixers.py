@@ -1,6 +1,6 @@
 """Blocks that mix tokens by other means than attention, and positions that a model counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_par import ParallelPlan
+from lightning_par import attention, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
@@ -44,8 +44,9 @@ class _Net(nn.Module):
             h = h + self.places(torch.arange(x.shape[1], device=x.device))
         elif self.counts == "rows":
             h = h + self.places.weight[: x.shape[1]]
-        elif positions is not None:
-            h = h + self.places(positions)
+        elif self.counts == "if not given":
+            counted = torch.arange(x.shape[1], device=x.device)[None]
+            h = h + self.places(counted if positions is None else positions)
         for block in self.blocks:
             h = block(h)
         out: Tensor = self.head(h)
@@ -58,8 +59,10 @@ class _Module(PlainModule):
     ) -> None:
         super().__init__(_Net(mix or (lambda block, h: torch.tanh(h)), counts))
 
+    positions: Mapping[str, str] = {}
+
     def parallel_plan(self) -> ParallelPlan:
-        return ParallelPlan(blocks="net.blocks", batch=self.batch, positions={})
+        return ParallelPlan(blocks="net.blocks", batch=self.batch, positions=self.positions)
 
 
 @CASES.add(equal="cp2")
@@ -107,9 +110,137 @@ def positions_counted_by_the_model() -> Any:
     return _Module(counts="arange"), token_pairs()
 
 
+@CASES.add(equal="cp2")
+def positions_that_the_forward_takes() -> Any:
+    """What the refusal of the case above says."""
+
+    module = _Module(counts="if not given")
+    module.positions = {"net": "positions"}
+    return module, token_pairs()
+
+
 @CASES.add(refused={"cp2": r"_Net .* counts positions from 0"})
 def first_rows_of_a_table_of_positions() -> Any:
     return _Module(counts="rows"), token_pairs()
+
+
+class _Attention(nn.Module):
+    """A block that attends in a way of the user's."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend, self.qkv = attend, nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _attending(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Any:
+    module = _Module()
+    module.net.blocks = nn.ModuleList(_Attention(attend) for _ in range(2))
+    return module, token_pairs()
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(2, 3) / 8**0.5).softmax(-1)
+    return weights @ v
+
+
+def _with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+
+def _with_a_causal_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@CASES.add(refused={"cp2": r"call F\.scaled_dot_product_attention or lightning_par\.attention"})
+def attention_by_hand() -> Any:
+    return _attending(_by_hand)
+
+
+@CASES.add(refused={"cp2": r"dropout_p=0\.1 .*Set the dropout of attention to 0"})
+def attention_with_dropout() -> Any:
+    return _attending(_with_dropout)
+
+
+@CASES.add(refused={"cp2": r"attn_mask of shape .*Use is_causal=True for a causal mask"})
+def attention_with_a_causal_mask() -> Any:
+    return _attending(_with_a_causal_mask)
+
+
+@CASES.add(equal="cp2")
+def attention_by_the_function_of_torch() -> Any:
+    """What the refusals of attention by hand and with dropout say."""
+    return _attending(F.scaled_dot_product_attention)
+
+
+@CASES.add(equal="cp2")
+def attention_that_is_causal_by_an_argument() -> Any:
+    """What the refusal of a causal mask says."""
+    return _attending(lambda *args: F.scaled_dot_product_attention(*args, is_causal=True))
+
+
+@CASES.add(equal="cp2")
+def attention_that_is_causal_by_our_function() -> Any:
+    """What the refusal of a causal mask says, too."""
+    return _attending(lambda *args: attention(*args, causal=True))
+
+
+class _Gathers(_Module):
+    """Logs a number of the tokens of all ranks, by which the learning rate goes."""
+
+    whole = False
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = self.net.emb(batch[0]).detach().mean((0, 2))
+        strategy: Any = self.trainer.strategy
+        if self.whole and hasattr(strategy, "mesh"):
+            self.all_gather(tokens, group=strategy.mesh.token_group)
+        else:
+            self.all_gather(tokens)
+        return super().loss(batch)
+
+
+@CASES.add(
+    refused={"cp2": r"self\.all_gather of .*group=self\.trainer\.strategy\.mesh\.token_group"}
+)
+def tokens_that_the_step_gathers() -> Any:
+    return _Gathers(), token_pairs()
+
+
+@CASES.add(equal="cp2")
+def tokens_that_the_step_gathers_from_all_ranks() -> Any:
+    """What the refusal of the case above says."""
+    module = _Gathers()
+    module.whole = True
+    return module, token_pairs()
+
+
+@CASES.add(refused={"cp2": r"cannot be divided alike.*need the same T"})
+def labels_of_another_length() -> Any:
+    return _with_labels(cut=False)
+
+
+@CASES.add(equal="cp2")
+def labels_cut_to_one_length_in_the_collate_function() -> Any:
+    """What the catalogue says of the refusal above (LP304)."""
+    return _with_labels(cut=True)
+
+
+def _with_labels(cut: bool) -> Any:
+    class Module(_Module):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(x)[:, : y.shape[1]].flatten(0, 1), y.flatten())
+
+    def collate(samples: Any) -> Any:
+        x, y = map(torch.stack, zip(*samples, strict=True))
+        return (x[:, : y.shape[1]] if cut else x), y
+
+    return Module(), [(x, y[:8]) for x, y in token_pairs()], collate
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

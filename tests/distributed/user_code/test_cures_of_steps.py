@@ -1,0 +1,273 @@
+"""What a pipeline refuses of steps and hooks, and the same as the refusal advises."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+from tests.support.cures import Cures
+from tests.support.models.plain_language_model import PlainModule
+
+CURES = Cures(__name__)
+CASES = CURES.cases
+
+
+class Denoiser(PlainModule):
+    """Learns from embeddings with noise, which cases draw in the step."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        h = self.net.emb(batch[0])
+        h = h + self.noise(h)
+        for block in self.net.blocks:
+            h = block(h)
+        return self.net.norm(h).sigmoid().square().mean()
+
+
+@CURES.add("LP311", r"NumPy or Python.*Draw them by torch \(torch\.rand\(batch_size\)\)")
+def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
+    class Module(Denoiser):
+        def noise(self, h: Tensor) -> Tensor:
+            size = len(h)
+            scales = torch.rand(size) if cured else torch.from_numpy(np.random.rand(size))
+            return scales.to(h)[:, None, None].expand_as(h)
+
+    return Module()
+
+
+@CURES.add("LP410", r"the norm of some gradients of its own.*strategy\.gradient_norms\(\)")
+def each_layer_clipped(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            strategy: Any = self.trainer.strategy
+            if cured and hasattr(strategy, "gradient_norms"):
+                norms = strategy.gradient_norms()
+            elif cured:
+                norms = {n: p.grad.norm() for n, p in self.named_parameters()}
+            for name, layer in self.named_modules():
+                if isinstance(layer, nn.Linear) and not cured:
+                    nn.utils.clip_grad_norm_(layer.parameters(), 0.02)
+                elif isinstance(layer, nn.Linear):
+                    own = dict(layer.named_parameters(name))
+                    norm = torch.stack([norms[n] for n in own]).norm()
+                    for p in own.values():
+                        if p.grad is not None:
+                            p.grad.mul_((0.02 / (norm + 1e-6)).clamp(max=1.0))
+
+    return Module()
+
+
+@CURES.add("LP415", r"ranks ask .*Run a forward on every rank, outside of `if trainer\.is_global_")
+def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if cured or self.trainer.is_global_zero:
+                with torch.no_grad():
+                    out = self.net(torch.arange(8).view(2, 4))
+                self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + float(out.std())
+
+    return Module()
+
+
+@CURES.add("LP415", r"ranks ask .*give it arrays that every rank has made before: p\.detach\(\)")
+def arrays_for_the_first_rank(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if cured:
+                made = [(p.detach().numpy(), p.grad.numpy()) for _, p in self.named_parameters()]
+            if self.trainer.is_global_zero:
+                if not cured:
+                    made = [(p.detach().numpy(), p.grad.numpy()) for p in self.parameters()]
+                assert all(weight.shape == grad.shape for weight, grad in made)
+
+    return Module()
+
+
+@CURES.add("LP418", r"Log the graph in setup, .*self\.example_input_array")
+def the_graph_of_the_module(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.zeros(2, 4, dtype=torch.long)
+
+        def setup(self, stage: str) -> None:
+            if cured and self.trainer.is_global_zero:
+                self.trace()
+
+        def trace(self) -> None:
+            torch.jit.trace(self, self.example_input_array, check_trace=False)
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.net(tokens)
+
+        def on_fit_start(self) -> None:
+            if not cured:
+                self.trace()
+
+    return Module()
+
+
+@CURES.add("LP203", r"backbone.0 is net.blocks.0.*'backbone' a property of Module")
+def blocks_with_a_second_name(cured: bool) -> nn.Module:
+    class Base(PlainModule):
+        @property
+        def backbone(self) -> Any:
+            return self.net.blocks
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.net.blocks
+
+    return Base() if cured else Module()
+
+
+class Logs(PlainModule):
+    """Logs its loss in a form of its own."""
+
+    def form(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.form(loss)
+        return loss
+
+
+@CURES.add("LP316", r"self\.log\('loss', \.\.\.\): pass options by keyword")
+def options_of_a_log_by_place(cured: bool) -> nn.Module:
+    class Module(Logs):
+        def form(self, loss: Tensor) -> None:
+            self.log("loss", loss, prog_bar=False) if cured else self.log("loss", loss, False)
+
+    return Module()
+
+
+@CURES.add("LP316", r"self\.log\('all', dict\): use self\.log_dict")
+def a_dict_of_logs(cured: bool) -> nn.Module:
+    class Module(Logs):
+        def form(self, loss: Tensor) -> None:
+            found = {"loss": loss, "twice": 2 * loss}
+            if cured:
+                self.log_dict(found)
+            else:
+                self.log("loss", loss)
+                self.log("all", found)  # type: ignore[arg-type]
+
+    return Module()
+
+
+@CURES.add(
+    "LP316", r"the metric is not an attribute of the Module; set it in __init__ as self\.mean"
+)
+def a_metric_in_a_list(cured: bool) -> nn.Module:
+    class Module(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [MeanMetric()]
+            if cured:
+                self.mean = self.held[0]
+
+        def form(self, loss: Tensor) -> None:
+            self.log("loss", loss)
+            self.held[0].update(loss.detach())
+            self.log("mean", self.held[0])
+
+    return Module()
+
+
+@CURES.add("LP316", r"self\.log\(reduce_fx='median'\): use mean, sum, max or min")
+def the_median_of_a_log(cured: bool) -> nn.Module:
+    class Module(Logs):
+        def form(self, loss: Tensor) -> None:
+            self.log(
+                "loss", loss, on_step=True, on_epoch=True, reduce_fx="mean" if cured else "median"
+            )
+
+    return Module()
+
+
+_LEFT_OUT = r"sync_dist=True, and set every p\.grad = None in on_before_optimizer_step, by"
+
+
+class LeavesOut(PlainModule):
+    """Leaves out batches of a large loss, by what the step returns, or by its gradients."""
+
+    bound = 4.3
+
+    def __init__(self, cured: bool) -> None:
+        super().__init__()
+        self.cured = cured
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.cured or float(loss) < self.bound else None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.cured and self.trainer.callback_metrics["loss"] > self.bound:
+            for p in self.parameters():
+                p.grad = None
+
+
+@CURES.add("LP318", rf"training_step returned None.*{_LEFT_OUT}")
+def batches_left_out_by_their_loss(cured: bool) -> nn.Module:
+    return LeavesOut(cured)
+
+
+@CURES.add("LP303", "does not run on . of the . samples.*Write it for any number of samples")
+def a_step_for_one_number_of_samples(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            logits = self.net(x).view(len(x) if cured else 8, 12, 64)
+            return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    return Module()
+
+
+@CURES.add("LP405", r"frozen or unfrozen after the first step\. Under a pipeline, do that before")
+def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.emb.requires_grad_(not cured)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and not cured:
+                self.net.emb.requires_grad_(False)
+                self.net.blocks[0].requires_grad_(False)
+                self.net.blocks[1].requires_grad_(False)
+
+    return Module()
+
+
+@CURES.add("LP913", r"uses manual optimization, .*Set automatic_optimization=True")
+def a_step_that_optimizes_by_itself(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = cured
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if not cured:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    return Module()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_refused_without_the_cure_and_equal_with_it(
+    case: str, layout: str, refusal: str | None
+) -> None:
+    CURES.check(case, layout, refusal)
