@@ -1,0 +1,449 @@
+"""Every code of the catalogue names the advice of its messages, and the tests that apply it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lightning_par.errors.catalogue import entries
+from tests.support.proofs import assert_proofs_exist
+
+USER_CODE = Path(__file__).resolve().parents[1] / "distributed" / "user_code"
+
+pytestmark = pytest.mark.contract
+
+VALUE = "gives a value, a size or a name that exists, as every other run does"
+ONE = "leaves the axis, the option or the callback out, as every other run does"
+FILE = "gives a file or a folder that is whole"
+OUTSIDE = "changes the machine: a package, a compiler, a right, a host, a process"
+NOT_YET = "is applied by no test"
+REASONS = {VALUE, ONE, FILE, OUTSIDE, NOT_YET}
+"""What stands in the place of tests."""
+
+PROOFS: dict[str, dict[str, str]] = {
+    # Sizes and the mesh
+    "LP101": {"a whole number of 1 or more, or 'auto'": VALUE},
+    "LP102": {"other devices, or sizes whose product they are": VALUE},
+    "LP103": {"a size that divides": VALUE},
+    "LP104": {"read the mesh in setup or later": NOT_YET},
+    "LP105": {"another number of samples or nodes": VALUE, "Hybrid3DStrategy with sizes": VALUE},
+    "LP106": {
+        "search, and give the sizes": (
+            "contract/test_search_command.py::test_fit_runs_the_layout_that_search_wrote"
+        )
+    },
+    "LP107": {"that pipeline size": VALUE, "leave stage_blocks out": ONE},
+    "LP108": {
+        "number the ranks host by host": (
+            "distributed/hosts/test_placement.py::"
+            "test_ranks_dealt_to_the_hosts_in_turn_are_numbered_host_by_host"
+        ),
+        "tensor_parallel_across_hosts=True": (
+            "distributed/hosts/test_placement.py::"
+            "test_tensor_parallel_group_across_hosts_is_refused_unless_asked_for"
+        ),
+    },
+    # The plan and the model
+    "LP201": {
+        "parallel_plan() on the LightningModule": "mixers::attention_alone",
+        "plan= of the strategy": NOT_YET,
+    },
+    "LP202": {"a field that exists, with such a value": VALUE},
+    "LP203": {
+        "a name that the model has": VALUE,
+        "make the second name a property": "cures_of_steps::blocks_with_a_second_name",
+    },
+    "LP204": {
+        "a size that the message lists": VALUE,
+        "a style for each module": "cures_of_shards::weights_that_the_module_around_reads",
+    },
+    "LP205": {
+        "call F.scaled_dot_product_attention in the blocks": "mixers::attention_alone",
+        "let the forward take the positions": "mixers::positions_that_the_forward_takes",
+        "call the module, not its forward": NOT_YET,
+    },
+    "LP206": {"name such modules": "own_experts::experts_with_a_shared_layer_beside"},
+    "LP207": {
+        "torch.renorm in on_train_batch_end": """
+            cures_of_shards::an_embedding_with_a_bound_on_shards
+            cures_of_shards::an_embedding_with_a_bound_on_each_rank""",
+        "'sequence_gather_output'": "cures_of_shards::logits_from_the_embedding",
+        "view(b, t, heads, -1), and `divided`": NOT_YET,
+        "'split_sequence', 'vocab_head', 'replicated'": NOT_YET,
+    },
+    "LP208": {
+        "call the block": "cures_of_shards::blocks_called_by_the_name_of_their_forward",
+        "sequence_parallel=False and 'replicated'": (
+            "cures_of_shards::weights_that_the_module_around_reads"
+        ),
+        "full_parameter(name) in a hook": "gradients::norms_from_the_strategy",
+        "full_tensor() in a hook": "hooks::arrays_of_whole_tensors_before_the_update",
+    },
+    "LP209": {"initialize it where it is made": NOT_YET, "make it inside": NOT_YET},
+    "LP210": {"compute it from shapes": NOT_YET, "in the first step": NOT_YET},
+    "LP211": {
+        "size 1": ONE,
+        "declare a plan": "inferred_plans::plan_that_declares_the_batch_only",
+    },
+    "LP212": {"name a module that gives the tensor": "cures::outputs_that_hooks_collect"},
+    # Batches, losses and the step
+    "LP301": {
+        "batch_dims": """
+            batches::a_batch_dim_that_is_declared
+            batches::kinds_of_positions_whose_batch_dim_is_declared""",
+        "whole": "batches::class_weights_declared batches::table_declared_whole",
+        "num_microbatches=1": "batches::packed_sequences",
+        "loss_weight='samples' or 'sum'": """
+            uncommon_loaders::test_unequal_loaders_are_equal_where_it_is_declared_how_losses_add_up
+            """,
+    },
+    "LP302": {
+        "name no labels": "batches::labels_that_some_batches_lack_and_no_one_names",
+        "entries as the batch has them": "batches::named_tuple_by_name",
+        "give every batch the entry": NOT_YET,
+    },
+    "LP303": {
+        "for any number of samples": "cures_of_steps::a_step_for_one_number_of_samples",
+        "batch_dims": "batches::a_batch_dim_that_is_declared",
+        "whole and loss_weight": """
+            batches::graphs_that_are_declared
+            batches::unequal_graphs_with_the_weight_that_is_asked_for""",
+        "num_microbatches=1": "batches::graphs_whose_nodes_name_their_graph",
+        "fewer micro-batches, or a larger batch": VALUE,
+    },
+    "LP304": {
+        "cut to one length in the collate function": (
+            "mixers::labels_cut_to_one_length_in_the_collate_function"
+        )
+    },
+    "LP305": {
+        "dropout of attention 0": "mixers::attention_by_the_function_of_torch",
+        "is_causal=True": "mixers::attention_that_is_causal_by_an_argument",
+        "lightning_par.attention": "mixers::attention_that_is_causal_by_our_function",
+        "documents in rows of their own": NOT_YET,
+    },
+    "LP306": {
+        "call F.scaled_dot_product_attention": "mixers::attention_by_the_function_of_torch",
+        "context_parallel_size=1": "mixers::conv1d",
+    },
+    "LP307": {"method='ring', or a size that divides": VALUE},
+    "LP308": {"a kernel that the message names": VALUE},
+    "LP309": {
+        "whole": "batches::table_declared_whole",
+        "loss_weight": "batches::graphs_that_are_declared",
+        "gather samples that are compared": "losses::in_batch_negatives_gathered",
+        "one micro-batch": """
+            losses::two_kinds_of_labels losses::in_batch_negatives
+            losses::hard_samples_from_the_third_step_on losses::a_sum_from_the_third_step_on
+            end_of_run::hard_samples_from_the_third_step_on""",
+        "max_steps where the run is to end": "end_of_run::hard_samples_after_the_run_has_ended",
+        "draw in the data set or the collate function": NOT_YET,
+    },
+    "LP310": {
+        "sequence_parallel=False": "random_draws::noise_like_the_activations",
+        "'sequence_gather_output'": "cures_of_shards::a_term_of_the_last_activations",
+    },
+    "LP311": {
+        "draw by torch": "cures_of_steps::numbers_of_numpy_or_of_torch",
+        "a generator of each parameter": "gradients::noise_of_a_generator_of_each_parameter",
+        "num_microbatches=1": "random_draws::numbers_of_numpy_for_every_sample",
+        "draw in the data set": NOT_YET,
+    },
+    "LP312": {
+        "num_microbatches=1": "losses::batch_norm",
+        "sync_batchnorm=True": "losses::synchronized_batch_norm",
+        "GroupNorm": "cures_of_shards::batch_norm_or_group_norm",
+        "eval()": "cures_of_shards::batch_norm_that_is_frozen",
+        "local_statistics=True": "losses::test_statistics_of_parts_are_accepted",
+    },
+    "LP313": {
+        "on_nonfinite='skip'": (
+            "distributed/faults/test_nonfinite.py::"
+            "test_one_bad_rank_is_refused_or_skipped_on_every_rank"
+        )
+    },
+    "LP314": {"name the module in replicated": NOT_YET},
+    "LP315": {
+        "self.manual_backward(loss)": (
+            "distributed/test_manual_optimization.py::two_losses_over_labels_that_count"
+        )
+    },
+    "LP316": {
+        "options by keyword": "cures_of_steps::options_of_a_log_by_place",
+        "self.log_dict": "cures_of_steps::a_dict_of_logs",
+        "set the metric in __init__": "cures_of_steps::a_metric_in_a_list",
+        "mean, sum, max or min": "cures_of_steps::the_median_of_a_log",
+    },
+    "LP317": {
+        "masked_fill": "cures_of_shards::logits_that_are_masked",
+        "'colwise_gather_output'": "side_effects::colwise_gathered_behind_a_gathered_norm",
+    },
+    "LP318": {
+        "decide it for all replicas": "uncommon_steps::a_step_without_a_loss_on_all_replicas",
+        "p.grad = None by the logged loss": """
+            cures_of_shards::batches_left_out_by_their_loss
+            cures_of_steps::batches_left_out_by_their_loss""",
+        "leave out the batch in the data": NOT_YET,
+    },
+    "LP319": {
+        "that many rows": (
+            "distributed/models/test_mixtral.py::test_divided_experts_equal_one_process"
+        )
+    },
+    "LP320": {
+        "'colwise_gather_output'": "cures_of_shards::a_penalty_on_the_gradient_of_the_loss",
+        "that axis at 1": "uncommon_steps::penalty_on_the_gradient_of_a_divided_cross_entropy",
+    },
+    "LP321": {
+        "all_gather, reduce or the group of replicas": (
+            "collectives::test_samples_of_all_replicas_are_gathered_and_counted_once"
+        ),
+        "the group of tokens": "mixers::tokens_that_the_step_gathers_from_all_ranks",
+    },
+    "LP322": {"shift labels in the data": "sequences::training_on_labels_shifted_in_the_data"},
+    "LP323": {"pass a list in the place of a generator": NOT_YET},
+    "LP324": {
+        "use_distributed_sampler=False, or the same seed": (
+            "uncommon_loaders::test_samplers_that_differ_are_refused_with_a_cure_that_works"
+        )
+    },
+    "LP325": {
+        "add up, and divide later": "counted_buffers::a_buffer_that_counts_the_samples",
+        "num_microbatches=1": "counted_buffers::a_buffer_with_a_running_mean",
+        "sequence_parallel=False": "counted_buffers::whole_tokens_that_a_block_counts",
+        "local_statistics=True": "losses::test_statistics_of_parts_are_accepted",
+        "the largest shape from the start": NOT_YET,
+    },
+    "LP326": {
+        "drop_last=True": (
+            "uncommon_loaders::"
+            "test_batches_that_cannot_be_joined_are_refused_with_a_cure_that_works"
+        )
+    },
+    # Pipelines and schedules
+    "LP401": {"a schedule that exists": VALUE},
+    "LP402": {"a count that fits": VALUE},
+    "LP403": {"actions in an order that ends": VALUE},
+    "LP404": {"times of 0 or more": VALUE},
+    "LP405": {
+        "freeze before the fit": "cures_of_steps::an_embedding_frozen_after_some_steps",
+        "cut or pad in the collate function": NOT_YET,
+        "hand on a tensor": NOT_YET,
+    },
+    "LP406": {
+        "join the inputs of both calls": "cures::two_forwards_in_a_step",
+        "catch Exception": "cures::a_bare_except_around_the_model",
+        "use_reentrant=False": "cures::blocks_in_a_reentrant_checkpoint",
+        "block(x)": "cures::blocks_whose_forward_is_called_by_name",
+        "a backward hook inside of the block": "cures::backward_hooks_of_blocks",
+        "output.register_hook": "cures::backward_hooks_of_blocks_on_their_outputs",
+        "call it in a step that all ranks run": NOT_YET,
+    },
+    "LP407": {
+        "first": "cures::a_module_behind_the_blocks_used_before_them",
+        "last": "cures::a_head_defined_before_the_blocks",
+        "replicated": """
+            cures::a_module_used_before_and_behind_the_blocks
+            cures::a_weight_of_the_first_stage_in_the_head
+            cures::a_module_of_the_first_stage_that_needs_values
+            cures::a_module_behind_the_blocks_that_gives_integers
+            cures::a_hook_that_calls_a_replicated_head""",
+        "call the module that holds all blocks": "cures::a_hook_that_calls_the_head",
+    },
+    "LP408": {
+        "weight_decay": "cures::a_penalty_on_all_weights_as_weight_decay",
+        "p.grad.add_ in on_after_backward": "cures::a_penalty_on_all_weights_in_a_hook",
+        "replicated": "cures::a_penalty_on_the_embedding",
+        "write weights in on_train_batch_end": "cures_of_shards::weights_that_the_step_clamps",
+        "full_parameter(name) on every rank": "gradients::norms_from_the_strategy",
+    },
+    "LP409": {
+        "carried": "cures::losses_that_blocks_keep side_effects::auxiliary_loss_that_is_carried",
+        "return it with the output": "cures::losses_that_blocks_return",
+        "captured": "cures::outputs_that_hooks_collect",
+    },
+    "LP410": {
+        "gradient_norms()": """
+            gradients::norms_from_the_strategy cures_of_steps::each_layer_clipped""",
+        "gradient_clip_val": "optimizers::prodigy_that_adapts",
+    },
+    "LP411": {"no pipeline": "uncommon_steps::penalty_on_the_gradient_of_the_input"},
+    "LP412": {
+        "EMAWeightAveraging, WeightAveraging": (
+            "distributed/test_weight_averaging.py::"
+            "test_averages_and_their_checkpoints_equal_one_process"
+        )
+    },
+    "LP413": {"give it parameters": VALUE},
+    "LP414": {
+        "assign it to an attribute": "early_optimizers::of_a_parameter_that_was_beside_the_module"
+    },
+    "LP415": {
+        "a forward on every rank": "cures_of_steps::a_forward_for_the_first_rank",
+        "arrays that every rank has made": "cures_of_steps::arrays_for_the_first_rank",
+        "full_parameter(name)": "gradients::norms_from_the_strategy",
+        "states from a checkpoint": NOT_YET,
+    },
+    "LP416": {
+        "a hyperparameter": "cures_of_shards::a_learning_rate_by_the_number_of_processes",
+        "count the replicas": "losses::times_the_number_of_replicas",
+    },
+    "LP417": {"full_tensor()": "hooks::arrays_of_whole_tensors_before_the_update"},
+    "LP418": {"log the graph in setup": "cures_of_steps::the_graph_of_the_module"},
+    "LP419": {"leave the rank out": "losses::a_step_that_asks_for_its_rank"},
+    # Checkpoints
+    "LP501": {"a whole checkpoint": FILE},
+    "LP502": {"another checkpoint": FILE},
+    "LP503": {"a newer version": OUTSIDE},
+    "LP504": {
+        "weights_only=False": """
+            contract/test_checkpoints.py::test_state_of_callbacks_and_pickles_only_on_request
+            contract/test_checkpoints.py::test_file_of_lightning_with_a_pickle_needs_trust"""
+    },
+    "LP505": {"numbers, strings, lists, dicts or tensors": VALUE},
+    "LP506": {
+        "the model that was saved": VALUE,
+        "strict_loading = False": """
+            state_dicts::test_a_changed_state_dict_is_loaded_as_one_process_loads_it""",
+    },
+    "LP507": {"the optimizers that were saved": VALUE, "load weights alone": NOT_YET},
+    "LP508": {"space, a right, a shared folder": OUTSIDE},
+    "LP509": {
+        "--out NAME.safetensors --below MODULE": (
+            "contract/test_checkpoint_commands.py::test_exported_weights_are_those_of_the_model"
+        )
+    },
+    "LP510": {"from_pretrained in the constructor": NOT_YET},
+    "LP511": {"one of the two": VALUE},
+    "LP512": {"a checkpoint at the end of an epoch": FILE},
+    "LP513": {"a folder that all hosts share": OUTSIDE},
+    # Memory, precision and optimizers
+    "LP601": {"a compiler": OUTSIDE, "cpu_kernel='torch'": NOT_YET},
+    "LP602": {"a folder with space": OUTSIDE},
+    "LP603": {"change weights where updates are complete": NOT_YET, "overlap='off'": NOT_YET},
+    "LP604": {
+        "Adam or AdamW": "unit/strategies/test_host_offload.py::test_adam_is_moved_with_any_options"
+    },
+    "LP605": {
+        "stage 3 and two replicas": (
+            "distributed/offload/test_places.py::test_parameters_on_the_host_compute_the_same"
+        )
+    },
+    "LP606": {"the option that the message names": NOT_YET},
+    "LP607": {"a precision of the list": VALUE},
+    "LP608": {"a plan with blocks": VALUE},
+    "LP609": {"zero_stage=0, automatic optimization": ONE},
+    "LP610": {
+        "looks_across = 'entry'": "early_optimizers::with_pairs_inside",
+        "copies in self.state": NOT_YET,
+        "a value of the list": VALUE,
+    },
+    "LP611": {"a new callback, or the same Trainer": NOT_YET},
+    "LP612": {"chmod 700, or another folder": OUTSIDE},
+    # Islands, hosts and processes
+    "LP701": {"a server that listens": OUTSIDE},
+    "LP702": {"the same model and options": VALUE},
+    "LP703": {"start the island again": OUTSIDE},
+    "LP704": {"a key of 32 bytes or more": FILE},
+    "LP705": {"the variables that the message names": VALUE},
+    "LP706": {"one of the two": ONE},
+    "LP707": {"start all ranks": OUTSIDE},
+    "LP708": {"an address that all hosts know": OUTSIDE},
+    "LP709": {"another port": VALUE},
+    "LP710": {"srun": OUTSIDE, "SLURM_JOB_NAME=bash": NOT_YET},
+    "LP711": {"%%writefile train.py, !python train.py": NOT_YET},
+    "LP712": {
+        "as many processes on every host": (
+            "distributed/hosts/test_slurm.py::test_heterogeneous_job_trains_or_is_refused"
+        )
+    },
+    "LP713": {
+        "call on every rank what communicates": "cures_of_steps::a_forward_for_the_first_rank",
+        "broadcast a decision": NOT_YET,
+    },
+    # Proofs and versions
+    "LP801": {"what the verdict names": NOT_YET, "verify=False": NOT_YET},
+    "LP802": {"as many samples as the message says": VALUE},
+    "LP803": {"a version that was tested": OUTSIDE},
+    "LP804": {
+        "verify='auto'": "first_step_proof::test_a_step_that_shows_nothing_is_not_called_equal"
+    },
+    # Options, commands, models and data
+    "LP901": {"a name of the list": VALUE},
+    "LP902": {"a value of the list": VALUE},
+    "LP903": {"a strategy of this package": VALUE},
+    "LP904": {"a name of the list": VALUE},
+    "LP905": {
+        "--samples N": (
+            "contract/test_search_command.py::"
+            "test_forecast_names_what_no_one_says_of_data_that_are_not_here"
+        ),
+        "an argument that fits": VALUE,
+    },
+    "LP906": {"a suffix of the list": VALUE},
+    "LP907": {"data, an example_input_array, a config": VALUE},
+    "LP908": {"a device of the list, or a measured one": VALUE},
+    "LP909": {"install it": OUTSIDE},
+    "LP910": {"token files of one tokenizer": FILE},
+    "LP911": {"more text, a smaller batch or length": VALUE},
+    "LP912": {"a value of the list": VALUE},
+    "LP913": {
+        "masks in on_train_batch_end": "hooks::masks_on_weights",
+        "automatic_optimization=True": "cures_of_steps::a_step_that_optimizes_by_itself",
+        "set the batch size": VALUE,
+    },
+    "LP914": {
+        "the same Trainer": (
+            "distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again"
+        ),
+        "a new module and ckpt_path": NOT_YET,
+    },
+    "LP915": {"requires_grad_(False)": "cures_of_shards::a_parameter_without_entries"},
+    "LP916": {
+        "compile_blocks=True": (
+            "distributed/test_compile.py::test_compiled_blocks_equal_one_process"
+        )
+    },
+    "LP917": {"leave the callback out": ONE},
+    "LP918": {
+        "the Trainer that the message writes": (
+            "unit/verification/test_rehearse.py::test_a_small_model_of_a_user_is_rehearsed"
+        )
+    },
+    "LP919": {
+        "call a lazy module once": "cures_of_shards::a_lazy_head",
+        "p.grad in on_after_backward": "cures_of_shards::a_hook_of_a_weight",
+        "hook the output of a module": "cures_of_shards::a_hook_of_a_weight_on_an_output",
+        "sparse=False": "cures_of_shards::an_embedding_with_sparse_gradients",
+        "the plain module": "cures_of_shards::a_scripted_block",
+        "mark a weight by an attribute": "cures_of_shards::a_weight_marked_by_its_class",
+        "packed values in buffers": "parameters::packed_weights_in_buffers",
+    },
+}
+"""Code -> advice of its messages -> the tests that apply it, or one of `REASONS`. A name without a
+path is of a file of tests/distributed/user_code, and may be a case of its table.
+"""
+
+
+def test_every_code_has_its_advice() -> None:
+    assert list(PROOFS) == sorted(code for code, entry in entries().items() if not entry.retired)
+
+
+@pytest.mark.parametrize("code", PROOFS)
+def test_proofs_exist(code: str) -> None:
+    assert PROOFS[code]
+    for proofs in PROOFS[code].values():
+        if proofs not in REASONS:
+            assert_proofs_exist(proofs)
+
+
+def test_every_case_with_a_cure_is_named() -> None:
+    """A case that applies advice (tests/support/cures.py) proves the code that it names."""
+    for path in USER_CODE.glob("test_cures*.py"):
+        file = path.stem.removeprefix("test_")
+        for node in ast.parse(path.read_text()).body:
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "CURES.add":
+                    code = ast.literal_eval(mark.args[0])
+                    proofs = " ".join(PROOFS[code].values()).split()
+                    assert f"{file}::{node.name}" in proofs
