@@ -60,7 +60,7 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP205": {
         "call F.scaled_dot_product_attention in the blocks": "mixers::attention_alone",
         "let the forward take the positions": "mixers::positions_that_the_forward_takes",
-        "call the module, not its forward": NOT_YET,
+        "call the module, not its forward": "mixers::positions_that_the_forward_takes",
     },
     "LP206": {"name such modules": "own_experts::experts_with_a_shared_layer_beside"},
     "LP207": {
@@ -68,7 +68,7 @@ PROOFS: dict[str, dict[str, str]] = {
             cures_of_shards::an_embedding_with_a_bound_on_shards
             cures_of_shards::an_embedding_with_a_bound_on_each_rank""",
         "'sequence_gather_output'": "cures_of_shards::logits_from_the_embedding",
-        "view(b, t, heads, -1), and `divided`": NOT_YET,
+        "view(b, t, heads, -1), and `divided`": "cures_of_shards::heads_of_which_a_rank_has_a_part",
         "'split_sequence', 'vocab_head', 'replicated'": NOT_YET,
     },
     "LP208": {
@@ -79,8 +79,14 @@ PROOFS: dict[str, dict[str, str]] = {
         "full_parameter(name) in a hook": "gradients::norms_from_the_strategy",
         "full_tensor() in a hook": "hooks::arrays_of_whole_tensors_before_the_update",
     },
-    "LP209": {"initialize it where it is made": NOT_YET, "make it inside": NOT_YET},
-    "LP210": {"compute it from shapes": NOT_YET, "in the first step": NOT_YET},
+    "LP209": {
+        "initialize it where it is made": "cures_of_shards::a_parameter_without_values",
+        "make it inside": NOT_YET,
+    },
+    "LP210": {
+        "compute it from shapes": "cures_of_shards::a_number_of_a_weight_that_is_made",
+        "in the first step": NOT_YET,
+    },
     "LP211": {
         "size 1": ONE,
         "declare a plan": "inferred_plans::plan_that_declares_the_batch_only",
@@ -162,7 +168,9 @@ PROOFS: dict[str, dict[str, str]] = {
             "test_one_bad_rank_is_refused_or_skipped_on_every_rank"
         )
     },
-    "LP314": {"name the module in replicated": NOT_YET},
+    "LP314": {
+        "name the module in replicated": "cures::values_of_the_first_stage_behind_the_blocks"
+    },
     "LP315": {
         "self.manual_backward(loss)": (
             "distributed/test_manual_optimization.py::two_losses_over_labels_that_count"
@@ -335,7 +343,7 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP609": {"zero_stage=0, automatic optimization": ONE},
     "LP610": {
         "looks_across = 'entry'": "early_optimizers::with_pairs_inside",
-        "copies in self.state": NOT_YET,
+        "copies in self.state": "early_optimizers::with_copies_in_its_state",
         "a value of the list": VALUE,
     },
     "LP611": {"a new callback, or the same Trainer": NOT_YET},

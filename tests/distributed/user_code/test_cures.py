@@ -87,6 +87,19 @@ def a_module_of_the_first_stage_that_needs_values(cured: bool) -> nn.Module:
     return Values()
 
 
+@CURES.add("LP314", r"a value that lives on another.*replicated=", replicated=("net.emb",))
+def values_of_the_first_stage_behind_the_blocks(cured: bool) -> nn.Module:
+    class Skips(Net):
+        def before(self, x: Tensor) -> Tensor:
+            self.first = self.emb(x)
+            return self.first
+
+        def behind(self, h: Tensor, x: Tensor) -> Tensor:
+            return super().behind(h + self.first, x)
+
+    return Skips()
+
+
 @CURES.add("LP407", r"net\.head is used after the blocks.*last=", last=("net.head",))
 def a_head_defined_before_the_blocks(cured: bool) -> nn.Module:
     net = Net()

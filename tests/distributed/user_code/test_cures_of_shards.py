@@ -357,6 +357,83 @@ class LeavesOut(PlainModule):
                 p.grad = None
 
 
+class Attention(nn.Module):
+    """Part of a block that counts its heads, or their features, by itself."""
+
+    def __init__(self, *, by_heads: bool) -> None:
+        super().__init__()
+        self.by_heads, self.heads = by_heads, 4
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, self.heads, -1).transpose(1, 2).chunk(3, -1)
+        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        width = -1 if self.by_heads else 32
+        return self.out(found.reshape(batch, length, width))
+
+
+@CURES.add(
+    "LP207",
+    r"invalid for input.*with `heads` named by ParallelPlan.divided=.*reshape.b, t, -1. back",
+    "tp2_whole_sequence",
+    divided={"net.blocks.*.mlp": ("heads",)},
+)
+def heads_of_which_a_rank_has_a_part(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.net.blocks:
+                block.mlp = Attention(by_heads=cured)
+
+        def parallel_plan(self) -> Any:
+            plan = super().parallel_plan()
+            styles = {n: s for n, s in plan.tensor.items() if not n.endswith(("up", "down"))}
+            styles |= {"net.blocks.*.mlp.qkv": "colwise", "net.blocks.*.mlp.out": "rowwise"}
+            return replace(plan, tensor=styles)
+
+    return Module()
+
+
+class MadeOnTheMesh(PlainModule):
+    """Makes a scale of the loss in `configure_model`."""
+
+    def __init__(self, cured: bool) -> None:
+        super().__init__()
+        self.cured, self.scale = cured, None
+
+    def configure_model(self) -> None:
+        if self.scale is None:
+            self.scale = self.make()
+
+    def make(self) -> Any:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale.mean()
+
+
+@CURES.add("LP209", r"scale: the constructor leaves all 32 values .*nn\.init\.", "zero3")
+def a_parameter_without_values(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            scale = nn.Parameter(torch.empty(32))
+            return nn.init.ones_(scale) if self.cured else scale
+
+    return Module(cured)
+
+
+@CURES.add("LP210", r"needs the values of .*Compute it from shapes", "zero3")
+def a_number_of_a_weight_that_is_made(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            norm = nn.LayerNorm(32)
+            total = norm.weight.numel() if self.cured else norm.weight.sum().item()
+            return nn.Parameter(torch.full((8,), total / 32))
+
+    return Module(cured)
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_refused_without_the_cure_and_equal_with_it(
     case: str, layout: str, refusal: str | None

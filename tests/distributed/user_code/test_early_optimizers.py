@@ -129,6 +129,32 @@ def with_pairs_inside_of_unknown_reach() -> Any:
     return _with_pairs(Lookahead)
 
 
+class LookaheadInState(Lookahead):
+    """Takes the parameters from its groups, and keeps their copies in its state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        del self.pairs, self.first
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"]]
+        for p in held:
+            if "slow" not in self.state[p]:
+                self.state[p]["slow"] = p.detach().clone()
+        loss = self.inner.step(closure)
+        for p in held:
+            self.state[p]["slow"].lerp_(p, 0.5)
+            p.copy_(self.state[p]["slow"])
+        return loss
+
+
+@CASES.add(equal="tp2 pp2", large="zero3")
+def with_copies_in_its_state() -> Any:
+    """What the refusal of the case above says, too."""
+    return _with_pairs(LookaheadInState)
+
+
 @CASES.add(
     refused={"tp2 pp2 zero1": "trains 1 tensor that is no parameter.* LightningModule in __init"}
 )

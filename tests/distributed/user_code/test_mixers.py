@@ -119,6 +119,22 @@ def positions_that_the_forward_takes() -> Any:
     return module, token_pairs()
 
 
+@CASES.add(
+    refused={
+        "cp2": r"positions to 'net', but no such module was called\. Call the module, not its"
+    },
+    strategy={"verify": False},
+)
+def positions_of_a_forward_that_is_called_by_name() -> Any:
+    module, samples = positions_that_the_forward_takes()
+
+    def loss(batch: Any) -> Tensor:
+        return F.cross_entropy(module.net.forward(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    module.loss = loss
+    return module, samples
+
+
 @CASES.add(refused={"cp2": r"_Net .* counts positions from 0"})
 def first_rows_of_a_table_of_positions() -> Any:
     return _Module(counts="rows"), token_pairs()
