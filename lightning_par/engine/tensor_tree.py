@@ -92,44 +92,53 @@ class PackedTree:
     specs: tuple[TensorSpec, ...]
 
 
-def pack(tree: Any, *, by_name: bool = False) -> tuple[PackedTree, list[Tensor]]:
+def pack(
+    tree: Any, *, by_name: bool = False, kept: Sequence[Any] = ()
+) -> tuple[PackedTree, list[Tensor]]:
     """Take a tree apart.
 
     Args:
         tree: Any picklable value; tensors may appear more than once.
         by_name: Whether classes that were defined inside of a function, which pickle refuses, are
             sent by their names; the receiver needs a tree with objects of these classes.
+        kept: Objects in whose place their numbers are sent; the receiver has its own.
 
     Returns:
         The tree without tensors, and its distinct tensors.
     """
     file = io.BytesIO()
-    pickler = _Packer(file, by_name=by_name)
+    pickler = _Packer(file, by_name=by_name, kept=kept)
     pickler.dump(tree)
     specs = tuple(map(TensorSpec.of, pickler.tensors))
     return PackedTree(file.getvalue(), specs), pickler.tensors
 
 
-def unpack(packed: PackedTree, tensors: Sequence[Any], like: Any = None) -> Any:
+def unpack(
+    packed: PackedTree, tensors: Sequence[Any], like: Any = None, kept: Sequence[Any] = ()
+) -> Any:
     """Return a new tree.
 
     Args:
         packed: From `pack`.
         tensors: What stands in the place of each distinct tensor.
         like: A tree of this rank whose classes stand for those that were sent by their names.
+        kept: This rank's objects, in the order of the sender's; None stands for one that it lacks.
     """
-    return _Unpacker(io.BytesIO(packed.structure), tensors, like).load()
+    return _Unpacker(io.BytesIO(packed.structure), tensors, like, kept).load()
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, *, by_name: bool) -> None:
+    def __init__(self, file: io.BytesIO, *, by_name: bool, kept: Sequence[Any] = ()) -> None:
         super().__init__(file)
+        self._kept = {id(value): (number,) for number, value in enumerate(kept)}
         self.tensors: list[Tensor] = []
         self.classes: dict[str, type] = {}
         self._indices: dict[int, int] = {}
         self._by_name = by_name
 
-    def persistent_id(self, value: Any) -> int | str | None:
+    def persistent_id(self, value: Any) -> int | str | tuple[int] | None:
+        if self._kept and id(value) in self._kept:
+            return self._kept[id(value)]
         if self._by_name and isinstance(value, type) and "<locals>" in value.__qualname__:
             name = f"{value.__module__}.{value.__qualname__}"
             self.classes[name] = value
@@ -143,11 +152,15 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any], like: Any) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[Any], like: Any, kept: Sequence[Any]
+    ) -> None:
         super().__init__(file)
-        self._tensors, self._like = tensors, like
+        self._tensors, self._like, self._kept = tensors, like, kept
 
-    def persistent_load(self, index: int | str) -> Any:
+    def persistent_load(self, index: int | str | tuple[int]) -> Any:
+        if isinstance(index, tuple):
+            return self._kept[index[0]] if index[0] < len(self._kept) else None
         return self._classes[index] if isinstance(index, str) else self._tensors[index]
 
     @cached_property
@@ -190,18 +203,19 @@ class TreeBroadcast:
         self._is_source = dist.get_rank() == source if is_source is None else is_source
         self._header = b""
 
-    def broadcast(self, tree: Any) -> Any:
+    def broadcast(self, tree: Any, kept: Sequence[Any] = ()) -> Any:
         """Return the source's tree.
 
         Args:
             tree: This rank's tree, of which only the source's is used.
+            kept: Objects that are not sent, in an order that all ranks share: each has its own.
 
         **Communicates**: 16 bytes, then what is not a tensor if it changed, then every tensor with
         dims, then the numbers of every dtype, floating-point ones as float64.
         """
         if self._group.size() == 1:
             return tree
-        header, tensors = pack(tree, by_name=True) if self._is_source else (None, [])
+        header, tensors = pack(tree, by_name=True, kept=kept) if self._is_source else (None, [])
         packed: PackedTree = pickle.loads(self._agree_on(pickle.dumps(header)))
         received: list[Any] = [None] * len(packed.specs)
         numbers: dict[tuple[str, torch.dtype], list[int]] = {}
@@ -220,7 +234,7 @@ class TreeBroadcast:
             for index, number in zip(indices, found.unbind(), strict=True):
                 received[index] = number.to(packed.specs[index].dtype)
         is_alike = self._is_source and all(tensor.is_contiguous() for tensor in tensors)
-        return tree if is_alike else unpack(packed, received, like=tree)
+        return tree if is_alike else unpack(packed, received, tree, kept)
 
     def _send(
         self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str

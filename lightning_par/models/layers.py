@@ -21,6 +21,7 @@ from lightning_par.errors import ConfigurationError
 __all__ = [
     "Attention",
     "GeluMLP",
+    "KeyValueCache",
     "NormKind",
     "RotaryEmbedding",
     "SwiGLU",
@@ -100,6 +101,42 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return (x * cos + rotated * sin).type_as(x)
 
 
+class _CachedLayer:
+    """Keys and values of one layer, [B, K, T, H]; None before the first."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+
+class KeyValueCache:
+    """The keys and values of the tokens that attention has seen, layer by layer.
+
+    Its methods have the names of those of the caches of transformers.
+
+    Args:
+        num_layers: L.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [_CachedLayer() for _ in range(num_layers)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return T, the number of tokens of a layer."""
+        return self.layers[layer_idx].get_seq_length()
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens to a layer; return those of all tokens."""
+        layer = self.layers[layer_idx]
+        if layer.keys is not None and layer.values is not None:
+            keys = torch.cat((layer.keys, keys), dim=2)
+            values = torch.cat((layer.values, values), dim=2)
+        layer.keys, layer.values = keys, values
+        return keys, values
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (GQA): N query heads share K key/value heads.
 
@@ -141,6 +178,8 @@ class Attention(nn.Module):
         hidden: Tensor,
         rotary: Tensor | None = None,
         documents: Sequence[Sequence[int]] | None = None,
+        cache: KeyValueCache | None = None,
+        layer_idx: int = 0,
     ) -> Tensor:
         """Attend to the same and earlier tokens.
 
@@ -149,6 +188,8 @@ class Attention(nn.Module):
             rotary: Cosines and sines [2, B or 1, 1, T, H]; None: positions are in the embeddings.
             documents: For each row the boundaries 0, ..., T of its documents, none of which sees
                 another; None: a row is one.
+            cache: Holds earlier tokens, and gets those of `hidden`; for rows of one document.
+            layer_idx: Number of the layer in it.
 
         Returns:
             [B, T, D].
@@ -163,7 +204,9 @@ class Attention(nn.Module):
         value = value.view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        if documents is None:
+        if cache is not None:
+            mixed = self._attend_cached(query, *cache.update(key, value, layer_idx))
+        elif documents is None:
             mixed = F.scaled_dot_product_attention(
                 query,
                 key,
@@ -182,6 +225,22 @@ class Attention(nn.Module):
         mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim)
         result: Tensor = self.drop(self.out(mixed))
         return result
+
+    def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend from the last tokens to all; without dropout, as nothing trains with a cache."""
+        new, total = query.shape[2], key.shape[2]
+        mask = None
+        if 1 < new < total:
+            mask = torch.ones(new, total, dtype=torch.bool, device=query.device)
+            mask = mask.tril(total - new)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=new == total,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
 
     def _check_dropout(self) -> None:
         if self.training and self.dropout:

@@ -153,8 +153,13 @@ PROOFS: dict[str, str] = {
         writes::test_a_step_writes_as_often_as_in_one_process
         writes::test_a_step_on_micro_batches_writes_for_each_which_is_said
         writes::test_what_cannot_be_sent_to_rank_0_is_refused""",
-    "generates text in validation, of any number of tokens": """
-        sequences::test_evaluation_equals_one_process""",
+    "generates text in validation, prediction or a hook of an epoch, of any number of tokens, with "
+    "a cache or without": """
+        sequences::test_evaluation_equals_one_process
+        sequences::test_texts_of_replicas_end_at_other_lengths
+        generation::test_texts_are_those_of_one_process
+        generation::test_a_step_may_sample_by_itself
+        generation::test_ranks_with_several_stages_generate_without_a_cache""",
     "counts positions by itself": """
         mixers::positions_counted_by_the_model mixers::first_rows_of_a_table_of_positions""",
     "changes its state dict: renames keys by hooks or an override, keeps extra state, saves a part "

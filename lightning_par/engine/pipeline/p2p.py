@@ -171,6 +171,11 @@ class Channel:
         self.send_tensors([t.detach() for t in tensors])
         return tensors
 
+    def forget(self, signature: Hashable) -> None:
+        """Drop the header of a signature that does not come again."""
+        self._sent.pop(signature, None)
+        self._seen.pop(signature, None)
+
     def send_nothing(self, signature: Hashable) -> None:
         """Tell the target, which waits for a message, that there is none: the step has failed.
 

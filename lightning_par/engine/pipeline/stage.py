@@ -41,6 +41,7 @@ __all__ = [
     "LaterBlock",
     "Message",
     "MicroBatchState",
+    "SecondCallError",
     "Stage",
     "StageExit",
     "StageStub",
@@ -69,8 +70,23 @@ _OUTSIDE = (
 
 class StageExit(BaseException):
     """Unwinds the user's step at the end of a stage; user code must let it pass, as any
-    BaseException.
+    BaseException. It holds the arguments of the first block of the next stage.
     """
+
+
+class SecondCallError(PipelineError):
+    """A step has called a block again, as one does that generates text."""
+
+    @classmethod
+    def of(cls, block: int) -> "SecondCallError":
+        """Say it of the block with this number."""
+        return cls(
+            "LP406",
+            f"block {block} was called twice in one step; a pipeline passes through the blocks "
+            "once. Join the inputs of both calls into one batch. To generate text, call "
+            "model.generate in a step of evaluation, or sample in on_validation_epoch_end; in "
+            "training_step that needs pipeline_parallel_size=1.",
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class MicroBatchState:
     Attributes:
         received: Message of the previous stage; empty on the first.
         recorded: Outputs of the local blocks that later stages need.
-        called: Numbers of the blocks whose forward ran.
+        called: Numbers of the blocks whose forward, or that of their stub, ran.
         left: Whether the user's step was unwound at the end of the stage.
     """
 
@@ -141,6 +157,7 @@ class Stage:
         problems: What stubs saw that explains a loss of NaN.
         tokens: T of the activations of this stage; None: they are whole.
         in_backward: True while gradients are computed; then blocks only run to recompute.
+        may_skip: Whether what runs may pass blocks over, as a call of a part of the model does.
     """
 
     def __init__(
@@ -156,7 +173,7 @@ class Stage:
         self.slots: list[tuple[nn.Module, str, nn.Module]] = []
         self.current: MicroBatchState | None = None
         self.after_blocks: Callable[[], None] | None = None
-        self.in_backward = False
+        self.in_backward = self.may_skip = False
         self.problems: set[str] = set()
         self.tokens: TokenCount | None = None
 
@@ -215,6 +232,8 @@ class Stage:
                 result = step()
             except StageExit:
                 state.left = True
+        if self.may_skip:
+            return result
         if not self.is_last and not state.left:
             raise PipelineError(
                 "LP406",
@@ -238,7 +257,8 @@ class Stage:
         if not self.is_first and self.first_block - 1 not in self.kept:
             # The hidden states that came in have been used; only side values are handed on.
             key = str(self.first_block - 1)
-            message[key] = _elide_hidden(message[key])
+            if key in message:  # else it was passed over, as an encoder is that has run before
+                message[key] = _elide_hidden(message[key])
         if self.tokens is not None:
             message["tokens"] = self.tokens.whole
         return {**message, **state.recorded}
@@ -256,12 +276,7 @@ class Stage:
         if state is None or self.in_backward:
             return
         if block in state.called:
-            raise PipelineError(
-                "LP406",
-                f"block {block} was called twice in one step; a pipeline passes through the blocks "
-                "once. Join the inputs of both calls into one batch; a step that generates text "
-                "needs pipeline_parallel_size=1.",
-            )
+            raise SecondCallError.of(block)
         if module.training and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise PipelineError(
                 "LP406",
@@ -420,6 +435,10 @@ class EarlierBlock(StageStub):
         state = self._stage.current
         if state is None:
             raise PipelineError("LP406", _OUTSIDE.format(self._number))
+        if not self._stage.in_backward:
+            if self._number in state.called:
+                raise SecondCallError.of(self._number)
+            state.called.add(self._number)
         for name in self._stage.carried:
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
@@ -503,7 +522,7 @@ class LaterBlock(_Shape):
         stage = self.__dict__["_stage"]
         if stage.current is None:
             raise PipelineError("LP406", _OUTSIDE.format(stage.end_block))
-        raise StageExit
+        raise StageExit(args, kwargs)
 
 
 class AbsentModule(_Shape):

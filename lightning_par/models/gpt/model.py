@@ -14,6 +14,7 @@ from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.models.layers import (
     Attention,
     GeluMLP,
+    KeyValueCache,
     make_norm,
     RotaryEmbedding,
     SwiGLU,
@@ -53,6 +54,8 @@ class Block(nn.Module):
         hidden: Tensor,
         rotary: Tensor | None = None,
         documents: Sequence[Sequence[int]] | None = None,
+        cache: KeyValueCache | None = None,
+        layer_idx: int = 0,
     ) -> Tensor:
         """Map [B, T, D] to [B, T, D].
 
@@ -60,11 +63,14 @@ class Block(nn.Module):
             hidden: [B, T, D].
             rotary: Cosines and sines [2, B or 1, 1, T, H]; None with learned positions.
             documents: For each row the boundaries of its documents; None: a row is one.
+            cache: See `GPT.forward`.
+            layer_idx: Number of the block in the cache.
 
         Returns:
             [B, T, D].
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, documents)
+        given = () if cache is None else (cache, layer_idx)
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, documents, *given)
         result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return result
 
@@ -116,15 +122,18 @@ class GPT(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Return the logits of the next token at every position.
 
         Args:
             input_ids: [B, T], int64, 0 .. V - 1.
-            position_ids: [B or 1, T], int64; None: 0 .. T - 1.
+            position_ids: [B or 1, T], int64; None: they follow those of the cache, from 0 on.
             cu_seqlens: [B, K], int64: boundaries 0, ..., T of the documents that are packed into
                 each row, none of which sees another; T may come several times. None: a row is one
                 document.
+            cache: Keys and values of earlier tokens of the same rows, which gets those of these
+                tokens; to generate text, without a backward. None: these are the first.
 
         Returns:
             Logits [B, T, V].
@@ -132,11 +141,13 @@ class GPT(nn.Module):
         Raises:
             ConfigurationError: Positions are learned and T is greater than `max_length`.
         """
+        past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            end = past + input_ids.shape[1]
+            position_ids = torch.arange(past, end, device=input_ids.device)[None]
         hidden = self.embed(input_ids)
         if self.position is not None:
-            self._check_length(input_ids.shape[1])
+            self._check_length(past + input_ids.shape[1])
             hidden = hidden + self.position(position_ids)
         hidden = self.drop(hidden)
         # Once for all blocks: under sequence or context parallelism a block sees only a part of the
@@ -144,8 +155,9 @@ class GPT(nn.Module):
         rotary = None if self.rotary is None else self.rotary(position_ids)
         # Numbers, from which attention knows what to compute and to send: one wait for all blocks.
         documents = None if cu_seqlens is None else cu_seqlens.tolist()
-        for block in self.blocks:
-            hidden = block(hidden, rotary, documents)
+        for number, block in enumerate(self.blocks):
+            given = () if cache is None else (cache, number)
+            hidden = block(hidden, rotary, documents, *given)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
@@ -166,8 +178,9 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        use_cache: bool = True,
     ) -> Tensor:
-        """Sample a continuation, without a KV cache: one full forward pass per token.
+        """Sample a continuation.
 
         Args:
             input_ids: Prompt [B, T], int64, T >= 1; the last `max_length` tokens are the context.
@@ -175,6 +188,8 @@ class GPT(nn.Module):
             temperature: Divisor of the logits, 0 or more; 0 is greedy decoding.
             top_k: Number of most likely tokens to sample from, 1 or more; None: all.
             generator: Random generator on the device of `input_ids`; None: torch's default.
+            use_cache: Whether keys and values are kept, so that a token costs the forward of one
+                token. Without it, and beyond `max_length`, it costs that of the whole context.
 
         Returns:
             [B, T + max_new_tokens], int64.
@@ -191,9 +206,14 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
+            cache = KeyValueCache(self.config.num_layers) if use_cache else None
             for _ in range(max_new_tokens):
+                context = input_ids[:, -self.config.max_length :]
                 # The window moves with the text; positions count from its beginning.
-                logits = self(input_ids[:, -self.config.max_length :])[:, -1]
+                if cache is not None and context.shape[1] == input_ids.shape[1]:
+                    logits = self(context[:, cache.get_seq_length() :], cache=cache)[:, -1]
+                else:
+                    logits = self(context)[:, -1]
                 chosen = _sample(logits, temperature, top_k, generator)
                 input_ids = torch.cat((input_ids, chosen), dim=1)
         finally:

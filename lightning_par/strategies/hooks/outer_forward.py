@@ -1,4 +1,6 @@
-"""Forwards that a hook calls, outside of every step: samples, summaries, embeddings to log."""
+"""Forwards that a hook calls, outside of every step: samples, summaries, embeddings to log; and,
+under a pipeline, those of a step that generates text.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,8 +53,9 @@ def wrap_outer_forwards(
     options: MeshOptions,
 ) -> None:
     """Let forwards that hooks call run as those of steps do: with gathered parameters, and through
-    the stages of a pipeline, whose result every stage gets. The ranks that communicate in one meet
-    before, so that a rank which calls the model alone waits where it can be named.
+    the stages of a pipeline, whose result every stage gets; see `ModelCalls`. The ranks that
+    communicate in one meet before, so that a rank which calls the model alone waits where it can be
+    named.
 
     Args:
         module: The user's LightningModule on its mesh; modules in its blocks are left alone.
@@ -65,18 +68,16 @@ def wrap_outer_forwards(
     names = {id(child): name for name, child in module.named_modules()}
     blocks, replicated = resolved.block_names, resolved.plan.replicated
 
-    def run(lacks: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        call = partial(forward, *args, **kwargs)
-        try:
-            if steps.pipeline is None:
-                return sharding.call(call)
-            if lacks:
-                raise called_by_a_hook(f"{lacks}{user_line()}")
-            return steps.pipeline.forward(call, (args, kwargs))
-        finally:
-            sharding.release()
+    calls = None if steps.pipeline is None else steps.pipeline.model_calls
 
-    def in_hooks(lacks: str, inner: Forward) -> Callable[..., Any]:
+    def run(name: str, held: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if calls is None:
+            return sharding.call(partial(forward, *args, **kwargs))
+        if not held:
+            raise called_by_a_hook(f"{name}{user_line()}")
+        return calls.run(forward, args, kwargs, is_part=held < len(blocks))
+
+    def in_hooks(name: str, held: int, inner: Forward) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if _JIT.is_tracing():
                 raise ConfigurationError(
@@ -86,16 +87,22 @@ def wrap_outer_forwards(
                     "whole: self.logger.experiment.add_graph(self, self.example_input_array), and "
                     "pass log_graph=False.",
                 )
-            if not steps.reads.in_hooks:
+            if steps.reads.in_hooks:
+                meeting()
+                try:
+                    with steps.reads.paused():
+                        return run(name, held, inner, args, kwargs)
+                finally:
+                    sharding.release()
+            if calls is None or not calls.in_step:
                 return inner(*args, **kwargs)
-            meeting()
             with steps.reads.paused():
-                return run(lacks, inner, args, kwargs)
+                return run(name, held, inner, args, kwargs)
 
         return forward
 
     for child in (module, *called_by_steps(module, blocks)):
         name = names[id(child)]
         if not any(match_pattern(pattern, name) for pattern in replicated):
-            lacks = bool(name) and not all(block.startswith(f"{name}.") for block in blocks)
-            wrap_forward(child, partial(in_hooks, name if lacks else ""), "hooks")
+            held = sum(not name or block.startswith(f"{name}.") for block in blocks)
+            wrap_forward(child, partial(in_hooks, name, held), "hooks")

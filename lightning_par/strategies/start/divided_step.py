@@ -127,12 +127,12 @@ class DividedLook:
             )
         return not found
 
-    def is_unsettled(self, key: Any, batch_index: Any) -> bool:
+    def is_unsettled(self, key: Any, batch_index: Any = None) -> bool:
         """Tell whether an evaluation step has to be tried again, as at the beginning of an epoch.
 
         Args:
             key: As in `runs_divided`.
-            batch_index: Number of the batch.
+            batch_index: Number of the batch; None where the step does not take it.
         """
         return batch_index == 0 and key in self._unsettled
 

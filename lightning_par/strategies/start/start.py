@@ -5,6 +5,7 @@ an evaluation step before the first batch of each data loader. `StepRunner` asks
 knows nothing else of a look.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -17,7 +18,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_par.engine.batch import BatchDims, take_samples
-from lightning_par.errors import ConfigurationError
+from lightning_par.engine.pipeline.stage import SecondCallError
+from lightning_par.errors import ConfigurationError, PipelineError
+from lightning_par.observe.contents import names_in
 from lightning_par.observe.cross_entropies import LookAtLosses
 from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.components.certificate import write_certificate
@@ -163,11 +166,12 @@ class RunStart:
         """
         steps, key, look = self.steps, (name, *args[2:]), self._divided_look
         known = self._met.get(key)
-        if known is None or (look is not None and look.is_unsettled(key, args[1])):
+        if known is None or (look is not None and look.is_unsettled(key, *args[1:2])):
             predicts, sizes = name == "predict_step", steps.mesh.sizes
             known = EvaluationStep(
                 random=steps.random_of(name), count=steps.count, is_divided=look is not None
             )
+            known.is_whole = steps.pipeline is not None and _generates(steps.module, name)
             self._met[key] = known
             if predicts:
                 known.is_divided = False
@@ -234,18 +238,29 @@ class RunStart:
         context: StepContext,
         args: Sequence[Any],
         dims: BatchDims,
+        *,
+        is_again: bool = False,
     ) -> None:
         """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
         steps, looks, size = self.steps, self._first_look, dims.size or 1
-        look = partial(self._look, name, context, args[1:], size=size)
+        is_whole = known.is_whole
+        known.count = 1 if is_whole else steps.count
+        look = partial(self._look, name, context, args[1:], size=size, is_whole=is_whole)
         whole, has_replicas = [(args[0], size)], steps.mesh.sizes.data > 1
         divides = (known.count > 1 or has_replicas) and size > 1 and not dims.unsure
-        has_labels = divides and name != "predict_step"
-        rules = looks.rules(args[0], dims) if has_labels else []
+        rules = looks.rules(args[0], dims) if divides and name != "predict_step" else []
         parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
         steps.random = known.random
         try:
             seen, is_random = run_parts(look, parts, whole[0])
+        except PipelineError as error:
+            # It calls the model several times, or a module that is no call of the model.
+            is_wrong = error.code == "LP407" if is_whole else isinstance(error, SecondCallError)
+            if is_again or not is_wrong:
+                raise
+            known.is_whole, known.random = not is_whole, steps.random_of(name)
+            self._meet(known, name, context, args, dims, is_again=True)
+            return
         except ConfigurationError as error:  # it does not run on parts, or draws for all together
             known.count, known.random = 1, steps.random_of(name)
             if has_replicas:
@@ -280,11 +295,13 @@ class RunStart:
         size: int,
         made: bool = False,
         group: dist.ProcessGroup | None = None,
+        is_whole: bool = False,
     ) -> tuple[StepReport, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
 
         The `size` is that of the batch, or 0 where the step may fail in the look alone. Samples
         that are `made` are no part of it. Updates of metrics on ranks of a `group` count together.
+        One that `is_whole` runs from its beginning to its end on every stage.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
@@ -302,7 +319,7 @@ class RunStart:
                 self._end_of_run.watched() if name == "training_step" else nullcontext(),
                 steps.random.look([n for _, n in parts], size, steps.tokens_of(batches[0])),
             ):
-                if steps.pipeline is None:
+                if steps.pipeline is None or is_whole:
                     seen = try_step(steps, name, context, batches, rest, watch)
                 else:
                     refusal = steps.random.refusal
@@ -318,6 +335,20 @@ class RunStart:
     def _end_look(self) -> None:
         for restart in self.after_look.values():
             restart()
+
+
+def _generates(module: nn.Module, name: str) -> bool:
+    """Return whether a step, or a method that it calls, names what generates text, or its cache."""
+    kind, places, seen = type(module), [name], {name}
+    while places:
+        function = getattr(kind, places.pop(), None)
+        names = names_in(function) if function is not None else set()
+        if not names.isdisjoint(("generate", "past_key_values")):
+            return True
+        own = {n for n in names - seen if inspect.isfunction(getattr(kind, n, None))}
+        places += own
+        seen |= own
+    return False
 
 
 class _LookWatch:

@@ -1,4 +1,4 @@
-"""Running the user's step on some batches, without a pipeline and without its logs."""
+"""Running the user's step on some batches, all of it on every stage, and without its logs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,7 +60,7 @@ def try_step(
                 if name == "training_step":
                     losses.append(_losses_of(steps, step))
                 else:
-                    steps.sharding.call(step)
+                    steps.evaluated(step)
             # Also after an error that `user_step` keeps: what is put back are the shards.
             steps.sharding.release()
             leaves = leaves if index else attributes.names_changed()

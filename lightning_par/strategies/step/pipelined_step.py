@@ -32,6 +32,7 @@ from lightning_par.engine.data.gradient_reduction import scale_together
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
+from lightning_par.engine.pipeline.model_calls import ModelCalls
 from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.errors import (
@@ -101,6 +102,7 @@ class PipelinedSteps:
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
+        model_calls: Passes calls of the model that are no step through the stages.
         most: The most micro-batches that every replica can cut its batch into.
         see_loss: Is given the loss of the first micro-batch, and its number of samples; None:
             nobody asks.
@@ -134,6 +136,8 @@ class PipelinedSteps:
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
         self._results = world.broadcast(self._group, self._source)
+        sent = world.broadcast(self._group, self._source)
+        self.model_calls = ModelCalls(executor, rank_of_stage, sent)
         self._attributes = StepAttributes(module)
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
@@ -251,22 +255,6 @@ class PipelinedSteps:
         replay_logs(self.module, logs, weights, sum(sizes))
         return output
 
-    def forward(self, forward: Callable[[], Any], given: Any) -> Any:
-        """Run a forward of the model, or of a part with all blocks; every stage gets the result.
-
-        Args:
-            forward: Calls it.
-            given: Its arguments.
-
-        **Communicates**: as an evaluation step.
-        """
-        schedule, shapes = forward_only(self._rank_of_stage, 1), [signature(given, "forward")]
-        with torch.no_grad():
-            run = self.executor.run(schedule, lambda _: forward(), shapes, None)
-        found = to_cpu(run.results[0]) if run.results else None
-        to_device = lambda t: t.to(self.module.device)  # noqa: E731
-        return map_tensors(self.from_last_stage(found), to_device)
-
     def look(
         self,
         context: StepContext,
@@ -332,7 +320,7 @@ class PipelinedSteps:
         has_failed: Callable[[], bool] = lambda: False,
     ) -> PipelineRun:
         step = self._stepper(name, context, parts, rest, key, calls, followed)
-        signatures = [signature(part, "evaluation") for part in parts]
+        signatures = [signature(part, name) for part in parts]
         schedule = forward_only(self._rank_of_stage, len(parts))
         return self.executor.run(schedule, step, signatures, None, has_failed=has_failed)
 

@@ -64,6 +64,7 @@ class EvaluationStep:
         is_divided: Whether its sequences are divided over the context ranks.
         told: Logs, and metrics, of which a warning has said that replicas get something else.
         is_of_replica: Whether a warning or the log has said that each replica runs it alone.
+        is_whole: Whether all of it runs on every stage of a pipeline, see `ModelCalls`.
     """
 
     random: StepRandom
@@ -71,6 +72,7 @@ class EvaluationStep:
     is_divided: bool
     told: frozenset[str] = frozenset()
     is_of_replica: bool = False
+    is_whole: bool = False
 
 
 class StepLooks(Protocol):
@@ -377,7 +379,7 @@ class StepRunner:
             weighted = self.weigher.is_needed and not predicts
             dims = self.dims_of(args[0], predicts=predicts)
             self.random, samples = known.random, dims.size or 1
-            if self.pipeline is not None:
+            if self.pipeline is not None and not known.is_whole:
                 # Nobody knows which values of a step whose loss is a sum are sums, too.
                 count = 1 if self.weigher.rule.is_sum else min(known.count, self.most)
                 with self.random.step(samples, count, self.tokens_of(args[0]), self.share):
@@ -389,6 +391,13 @@ class StepRunner:
                     output = self._whole(name, context, args, key, dims)
             noted.append(output)
         return output
+
+    def evaluated(self, step: Callable[[], Any]) -> Any:
+        """Run an evaluation step from its beginning to its end, on a pipeline on every stage."""
+        if self.pipeline is None:
+            return self.sharding.call(step)
+        with self.pipeline.model_calls.one_by_one():
+            return step()
 
     def random_of(self, name: str) -> StepRandom:
         """Return random numbers of a step that nobody has looked at."""
@@ -456,7 +465,9 @@ class StepRunner:
     ) -> Any:
         random = self.random.step(dims.size or 1, 1, self.tokens_of(args[0]), self.share)
         is_manual = name == "training_step" and self.manual.is_used
-        call = self.sharding.call_with_backwards if is_manual else self.sharding.call
+        trains = name == "training_step"
+        call = self.sharding.call if trains else self.evaluated
+        call = self.sharding.call_with_backwards if is_manual else call
         counts, fills = self.counts, self.weigher.fills
         counted = counts.summed(name, fills=fills) if counts.names else nullcontext()
         with context(), random, self.user_step(key, 0), counted:

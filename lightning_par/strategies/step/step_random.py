@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries, split_rows
 from lightning_par.engine.collectives import split_sizes
+from lightning_par.engine.pipeline.stage import SecondCallError
 from lightning_par.engine.rng import (
     collect_random_states,
     fork_all_rng,
@@ -256,7 +257,7 @@ class StepRandom:
                 yield
             ended = True
         except LightningParError as error:
-            if error.code != "LP321":
+            if error.code != "LP321" and not isinstance(error, SecondCallError):
                 raise
             self.refuse(error)  # other stages have passed on; `judge` raises it on all of them
         except Exception as error:

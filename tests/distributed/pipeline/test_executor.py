@@ -233,7 +233,7 @@ def checkpointing_reentrantly(rank, world):
 
 MISTAKES = {
     swallowing: r"rank 0.*PipelineError: the step returned before block 1.*bare `except:`",
-    calling_twice: r"rank 0.*PipelineError: block 0 was called twice in one step",
+    calling_twice: r"rank 0.*SecondCallError: block 0 was called twice in one step",
     skipping: r"rank 1.*PipelineError: the step returned a result without calling the last block",
     using_the_head_early: r"rank 0.*PipelineError: leave belongs to the last pipeline stage",
     using_a_first_weight_late: r"rank 1.*PipelineError: enter.weight lives on another pipeline",

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_par.errors import ConfigurationError
 from lightning_par.models.gpt.config import GPTConfig, PRESETS
 from lightning_par.models.gpt.model import GPT
+from lightning_par.models.layers import KeyValueCache
 from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
@@ -139,6 +140,26 @@ def test_generate_repeats_under_a_seed_and_is_greedy_at_temperature_0():
     greedy = model.generate(start, 1, temperature=0.0)
     assert torch.equal(greedy[:, -1], model.eval()(start)[:, -1].argmax(-1))
     assert torch.equal(model.generate(start, 1, top_k=1), greedy)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_generate_with_a_cache_writes_what_it_writes_without(positions: str):
+    """Also beyond the longest context, where the window moves."""
+    model = GPT(GPTConfig(**SIZES, positions=positions))
+    lengths = list[int]()
+    model.embed.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    longest = SIZES["max_length"]
+    start, new = tokens(2, 3), longest
+    cached = model.generate(start, new, temperature=0.0)
+    assert lengths == [3] + [1] * (longest - 3) + [longest] * 2
+    assert torch.equal(cached, model.generate(start, new, temperature=0.0, use_cache=False))
+
+
+def test_a_cache_takes_several_tokens_at_once():
+    model = GPT(GPTConfig(**SIZES)).double()
+    text, cache = tokens(2, 7), KeyValueCache(SIZES["num_layers"])
+    parts = [model(part, cache=cache) for part in text.split([2, 4, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(text))
 
 
 @pytest.mark.parametrize(
