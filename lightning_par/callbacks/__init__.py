@@ -1,4 +1,4 @@
-"""Callbacks: activation checkpointing, mixed precision, profilers and monitors."""
+"""Callbacks: activation checkpointing, mixed precision, profilers, monitors and sampled texts."""
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler
@@ -7,6 +7,7 @@ from lightning_par.callbacks.island_monitor import IslandMonitor
 from lightning_par.callbacks.memory_monitor import MemoryMonitor
 from lightning_par.callbacks.mixed_precision import MixedPrecision
 from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
+from lightning_par.callbacks.sample_text import SampleText
 from lightning_par.callbacks.throughput_monitor import ThroughputMonitor
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "MemoryMonitor",
     "MixedPrecision",
     "PipelineProfiler",
+    "SampleText",
     "ThroughputMonitor",
 ]

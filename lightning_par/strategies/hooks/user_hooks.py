@@ -87,7 +87,8 @@ class UserHooks:
         """Return whether a hook is code of a user's, or calls the user's model."""
         key = id(owner), name
         if key not in self._is_users:
-            self._is_users[key] = _is_own(owner, name) or isinstance(owner, ModelSummary)
+            calls = isinstance(owner, ModelSummary) or getattr(owner, "calls_model", "") == name
+            self._is_users[key] = calls or _is_own(owner, name)
         return self._is_users[key]
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
