@@ -106,7 +106,7 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP302": {
         "name no labels": "batches::labels_that_some_batches_lack_and_no_one_names",
         "entries as the batch has them": "batches::named_tuple_by_name",
-        "give every batch the entry": NOT_YET,
+        "give every batch the entry": "cures_in_data::weights_that_some_batches_lack",
     },
     "LP303": {
         "for any number of samples": "cures_of_steps::a_step_for_one_number_of_samples",
@@ -143,7 +143,9 @@ PROOFS: dict[str, dict[str, str]] = {
             losses::hard_samples_from_the_third_step_on losses::a_sum_from_the_third_step_on
             end_of_run::hard_samples_from_the_third_step_on""",
         "max_steps where the run is to end": "end_of_run::hard_samples_after_the_run_has_ended",
-        "draw in the data set or the collate function": NOT_YET,
+        "draw in the data set or the collate function": (
+            "cures_in_data::weights_from_a_generator_of_the_step"
+        ),
     },
     "LP310": {
         "sequence_parallel=False": "random_draws::noise_like_the_activations",
@@ -153,7 +155,10 @@ PROOFS: dict[str, dict[str, str]] = {
         "draw by torch": "cures_of_steps::numbers_of_numpy_or_of_torch",
         "a generator of each parameter": "gradients::noise_of_a_generator_of_each_parameter",
         "num_microbatches=1": "random_draws::numbers_of_numpy_for_every_sample",
-        "draw in the data set": NOT_YET,
+        "draw in the data set": """
+            cures_in_data::numbers_of_numpy_in_the_data_set
+            cures_in_data::numbers_by_values_in_the_data_set
+            cures_in_data::numbers_of_no_single_sample_in_the_data_set""",
     },
     "LP312": {
         "num_microbatches=1": "losses::batch_norm",
@@ -191,7 +196,7 @@ PROOFS: dict[str, dict[str, str]] = {
         "p.grad = None by the logged loss": """
             cures_of_shards::batches_left_out_by_their_loss
             cures_of_steps::batches_left_out_by_their_loss""",
-        "leave out the batch in the data": NOT_YET,
+        "leave out its samples in the data set": "cures_in_data::samples_left_out_of_the_data_set",
     },
     "LP319": {
         "that many rows": (
@@ -220,7 +225,7 @@ PROOFS: dict[str, dict[str, str]] = {
         "num_microbatches=1": "counted_buffers::a_buffer_with_a_running_mean",
         "sequence_parallel=False": "counted_buffers::whole_tokens_that_a_block_counts",
         "local_statistics=True": "losses::test_statistics_of_parts_are_accepted",
-        "the largest shape from the start": NOT_YET,
+        "the largest shape from the start": "cures_in_data::a_sum_of_the_largest_shape",
     },
     "LP326": {
         "drop_last=True": (
@@ -235,8 +240,8 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP404": {"times of 0 or more": VALUE},
     "LP405": {
         "freeze before the fit": "cures_of_steps::an_embedding_frozen_after_some_steps",
-        "cut or pad in the collate function": NOT_YET,
-        "hand on a tensor": NOT_YET,
+        "cut or pad in the collate function": "cures_in_data::batches_cut_in_the_collate_function",
+        "hand on a tensor": "cures_in_data::a_number_that_changes_handed_on_as_a_tensor",
     },
     "LP406": {
         "join the inputs of both calls": "cures::two_forwards_in_a_step",
@@ -245,6 +250,9 @@ PROOFS: dict[str, dict[str, str]] = {
         "block(x)": "cures::blocks_whose_forward_is_called_by_name",
         "a backward hook inside of the block": "cures::backward_hooks_of_blocks",
         "output.register_hook": "cures::backward_hooks_of_blocks_on_their_outputs",
+        "leave out a batch in the collate function": (
+            "cures_in_data::batches_left_out_in_the_collate_function"
+        ),
         "call it in a step that all ranks run": NOT_YET,
     },
     "LP407": {

@@ -25,7 +25,7 @@ from tests.support.user_code import Cases
 
 __all__ = ["Cures"]
 
-_Make = Callable[[bool], nn.Module]
+_Make = Callable[[bool], nn.Module | tuple[Any, ...]]
 
 
 class Cures:
@@ -54,7 +54,8 @@ class Cures:
         """Add a case without its cure and one with it.
 
         The decorated function takes whether to apply the cure, and returns a net of `PlainModule`,
-        or a LightningModule derived from it.
+        or a LightningModule derived from it. Where the cure is in the data, it returns a tuple of
+        that, the samples, and, if they need one, the `collate_fn`.
 
         Args:
             code: Of the refusal.
@@ -67,7 +68,8 @@ class Cures:
 
         def decorate(make: _Make) -> _Make:
             def case(cured: bool) -> Any:
-                made = make(cured)
+                given = make(cured)
+                made, *data = given if isinstance(given, tuple) else (given, token_pairs())
                 module: Any = made if isinstance(made, PlainModule) else PlainModule(made)
                 own = module.parallel_plan()
                 if not layout.startswith("tp"):
@@ -77,7 +79,7 @@ class Cures:
                     own = replace(own, tensor={n: s for n, s in changed.items() if s is not None})
                 own = replace(own, **(plan if cured else {}))
                 module.parallel_plan = lambda: own
-                return module, token_pairs()
+                return module, *data
 
             def refused() -> Any:
                 return case(False)

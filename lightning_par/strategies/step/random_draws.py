@@ -191,7 +191,8 @@ class WholeDraws(TorchFunctionMode):
         dims = [dim for dim, (whole, part) in pairs if whole != part]
         if not dims:
             return None
-        if len(dims) > 1 or shape[dims[0]] % rows.length:
+        (dim, *others) = dims
+        if others or shape[dim] * rows.size != known.shape[dim] * rows.length:
             self.refuse(
                 f"{self.name} calls {known.name} for a tensor of shape {known.shape} for "
                 f"{rows.size} samples and of shape {shape} for {rows.length} of them: its numbers "
@@ -200,7 +201,7 @@ class WholeDraws(TorchFunctionMode):
                 "data_parallel_size=1."
             )
             return None
-        return _Cut(dims[0], shape[dims[0]] // rows.length)
+        return _Cut(dim, shape[dim] // rows.length)
 
     def refuse(self, text: str) -> None:
         """Refuse a draw; while batches of two sizes are compared, at their end, on every rank.

@@ -23,9 +23,9 @@ from lightning_par.mesh import ParallelMesh
 __all__ = ["SkippedSteps", "may_skip"]
 
 _CURE = (
-    "To leave out a batch by its data, leave it out where the data is made (in the data set or "
-    "collate_fn); by its loss, log the loss with sync_dist=True and set every p.grad = None in "
-    "on_before_optimizer_step, by trainer.callback_metrics."
+    "To leave out a batch by its data, leave its samples out of the data set (a collate_fn has to "
+    "give every replica a batch); by its loss, log the loss with sync_dist=True and set every "
+    "p.grad = None in on_before_optimizer_step, by trainer.callback_metrics."
 )
 
 

@@ -1,0 +1,235 @@
+"""What a mesh refuses of batches and draws, and the same with the data that the refusal advises."""
+
+import warnings
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from lightning_par import BatchLayout
+from tests.support.cures import Cures
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+
+CURES = Cures(__name__)
+CASES = CURES.cases
+
+
+def stack(samples: Any) -> list[Tensor]:
+    return [torch.stack(column) for column in zip(*samples, strict=True)]
+
+
+def each_loss(module: PlainModule, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of each sample."""
+    return F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none").mean(1)
+
+
+@CURES.add("LP302", r"the batch has no entry 'weights'.*Give every batch one \(ones, where all")
+def weights_that_some_batches_lack(cured: bool) -> Any:
+    class Module(PlainModule):
+        batch = BatchLayout(loss_weight="weights")
+
+        def loss(self, batch: Any) -> Tensor:
+            losses = each_loss(self, batch["x"], batch["y"])
+            weights = batch.get("weights", torch.ones_like(losses))
+            return (losses * weights).sum() / weights.sum()
+
+    given = count()
+
+    def collate(samples: Any) -> Any:
+        x, y = stack(samples)
+        weights = 1 + torch.arange(len(x), dtype=torch.float64)
+        if next(given) % 2:
+            return {"x": x, "y": y, **({"weights": torch.ones_like(weights)} if cured else {})}
+        return {"x": x, "y": y, "weights": weights}
+
+    return Module(), token_pairs(), collate
+
+
+@CURES.add("LP309", r"draws from a generator of its own, draw in the dataset or collate_fn instead")
+def weights_from_a_generator_of_the_step(cured: bool) -> Any:
+    generator = np.random.default_rng(1)
+
+    def draw(size: int) -> Tensor:
+        return torch.from_numpy(generator.random(size))
+
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch[:2]
+            weights = batch[2] if cured else draw(len(x))
+            return (each_loss(self, x, y) * weights).mean()
+
+    def collate(samples: Any) -> Any:
+        return [*stack(samples), *([draw(len(samples))] if cured else [])]
+
+    return Module(), token_pairs(), collate
+
+
+class Pairs(Dataset[Any]):
+    """Samples with a number that is drawn when they are asked for."""
+
+    def __init__(self, draw: Any) -> None:
+        self.pairs, self.draw = token_pairs(), draw
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, place: int) -> Any:
+        return *self.pairs[place], self.draw()
+
+
+def drawing(draw_in_step: Any, draw_in_data: Any) -> Any:
+    """A module that weighs its samples by numbers that its step or its data set draws."""
+
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch[:2]
+            losses = each_loss(self, x, y)
+            weights = batch[2] if draw_in_data else draw_in_step(losses)
+            return (losses * weights.to(losses)).mean()
+
+    return Module(), Pairs(draw_in_data) if draw_in_data else token_pairs()
+
+
+@CURES.add("LP311", r"random numbers of NumPy .*Draw them by torch .*, or in the data set")
+def numbers_of_numpy_in_the_data_set(cured: bool) -> Any:
+    return drawing(
+        lambda losses: torch.from_numpy(np.random.rand(len(losses))),
+        np.random.rand if cured else None,
+    )
+
+
+@CURES.add("LP311", r"draws by poisson for each sample.*Draw in the data set")
+def numbers_by_values_in_the_data_set(cured: bool) -> Any:
+    rate = torch.tensor(3.0)
+    return drawing(
+        lambda losses: torch.poisson(rate.expand(len(losses))),
+        (lambda: torch.poisson(rate)) if cured else None,
+    )
+
+
+@CURES.add("LP311", r"belong to no single sample.*Draw them in the data set")
+def numbers_of_no_single_sample_in_the_data_set(cured: bool) -> Any:
+    return drawing(
+        lambda losses: torch.rand(len(losses) + 1).diff(),
+        (lambda: torch.rand(2).diff()[0]) if cured else None,
+    )
+
+
+class LeavesOut(PlainModule):
+    """Leaves out the batches whose first sample begins with a 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch[0][0, 0] == 0 else loss
+
+
+@CURES.add("LP318", r"To leave out a batch by its data, leave its samples out of the data", "zero1")
+def samples_left_out_of_the_data_set(cured: bool) -> Any:
+    pairs = [(1 + x % 60, y) for x, y in token_pairs(64)]
+    pairs[9][0][0] = 0
+    return LeavesOut(), [pair for pair in pairs if not cured or pair[0][0] > 0]
+
+
+@CURES.add("LP406", r"to leave out a batch, leave it out in the data set or collate_fn")
+def batches_left_out_in_the_collate_function(cured: bool) -> Any:
+    pairs = [(1 + x % 60, y) for x, y in token_pairs(64)]
+    pairs[8][0][0] = 0
+
+    class Module(LeavesOut):
+        def loss(self, batch: Any) -> Tensor:
+            if batch[0][0, 0] == 0 and self.net.training:
+                return torch.zeros((), requires_grad=True)
+            return super().loss(batch)
+
+    def collate(samples: Any) -> Any:
+        warnings.filterwarnings("ignore", "train_dataloader yielded None")  # as it should
+        return None if cured and samples[0][0][0] == 0 else stack(samples)
+
+    return Module(), pairs, collate
+
+
+class Cutting(PlainModule):
+    """Leaves out of its batches what is padding in all of their samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = cut(batch)
+        return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), ignore_index=0)
+
+
+def cut(batch: Any) -> Any:
+    length = int((batch[1] != 0).sum(1).max())
+    return [entry[:, :length] for entry in batch]
+
+
+@CURES.add("LP405", r"changed its shape for a batch of the same.*Cut or pad .* in the collate_fn")
+def batches_cut_in_the_collate_function(cured: bool) -> Any:
+    pairs = [(1 + x % 60, 1 + y % 60) for x, y in token_pairs()]
+    for place, pair in enumerate(pairs):
+        for row in pair:
+            row[12 - place // 8 :] = 0
+    return Cutting(), pairs, lambda samples: cut(stack(samples)) if cured else stack(samples)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, h: Tensor, scale: Any) -> Any:
+        return h + scale * torch.tanh(self.inner(h)), scale
+
+
+@CURES.add("LP405", r"besides tensors, changed.*Hand on what changes as a tensor, of one shape")
+def a_number_that_changes_handed_on_as_a_tensor(cured: bool) -> Any:
+    class Net(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+            self.step = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.emb(x)
+            scale: Any = 1 / (1 + self.step)
+            scale = h.new_tensor(scale) if cured else scale
+            for block in self.blocks:
+                h, scale = block(h, scale)
+            out: Tensor = self.head(self.norm(h))
+            return out
+
+    class Module(PlainModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net.step = batch_idx  # type: ignore[assignment]
+
+    return Module(Net())
+
+
+@CURES.add(
+    "LP325", r"changes the shape of the buffer total .*largest shape from the start", "zero1"
+)
+def a_sum_of_the_largest_shape(cured: bool) -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3 if cured else 2))
+
+        def loss(self, batch: Any) -> Tensor:
+            kinds = 3 if self.global_step > 1 else 2
+            if kinds > len(self.total):
+                self.total = F.pad(self.total, (0, 1))
+            found = torch.bincount(batch[0].flatten() % kinds, minlength=len(self.total))
+            self.total = self.total + found
+            return super().loss(batch)
+
+    return Module()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_refused_without_the_cure_and_equal_with_it(
+    case: str, layout: str, refusal: str | None
+) -> None:
+    CURES.check(case, layout, refusal)
