@@ -46,7 +46,7 @@ PROOFS: dict[str, dict[str, str]] = {
     # The plan and the model
     "LP201": {
         "parallel_plan() on the LightningModule": "mixers::attention_alone",
-        "plan= of the strategy": NOT_YET,
+        "plan= of the strategy": "mixers::a_plan_that_the_strategy_gets",
     },
     "LP202": {"a field that exists, with such a value": VALUE},
     "LP203": {
@@ -214,7 +214,11 @@ PROOFS: dict[str, dict[str, str]] = {
         "the group of tokens": "mixers::tokens_that_the_step_gathers_from_all_ranks",
     },
     "LP322": {"shift labels in the data": "sequences::training_on_labels_shifted_in_the_data"},
-    "LP323": {"pass a list in the place of a generator": NOT_YET},
+    "LP323": {
+        "pass a list in the place of a generator": (
+            "cures_of_steps::a_list_in_the_place_of_a_generator"
+        )
+    },
     "LP324": {
         "use_distributed_sampler=False, or the same seed": (
             "uncommon_loaders::test_samplers_that_differ_are_refused_with_a_cure_that_works"
@@ -274,7 +278,9 @@ PROOFS: dict[str, dict[str, str]] = {
         "full_parameter(name) on every rank": "gradients::norms_from_the_strategy",
     },
     "LP409": {
-        "carried": "cures::losses_that_blocks_keep side_effects::auxiliary_loss_that_is_carried",
+        "carried": """
+            cures::losses_that_blocks_keep cures::losses_that_blocks_keep_in_the_place_of_none
+            side_effects::auxiliary_loss_that_is_carried""",
         "return it with the output": "cures::losses_that_blocks_return",
         "captured": "cures::outputs_that_hooks_collect",
     },
@@ -298,7 +304,7 @@ PROOFS: dict[str, dict[str, str]] = {
         "a forward on every rank": "cures_of_steps::a_forward_for_the_first_rank",
         "arrays that every rank has made": "cures_of_steps::arrays_for_the_first_rank",
         "full_parameter(name)": "gradients::norms_from_the_strategy",
-        "states from a checkpoint": NOT_YET,
+        "states from a checkpoint": "cures_of_steps::states_of_an_optimizer_from_a_checkpoint",
     },
     "LP416": {
         "a hyperparameter": "cures_of_shards::a_learning_rate_by_the_number_of_processes",
@@ -375,7 +381,7 @@ PROOFS: dict[str, dict[str, str]] = {
     },
     "LP713": {
         "call on every rank what communicates": "cures_of_steps::a_forward_for_the_first_rank",
-        "broadcast a decision": NOT_YET,
+        "broadcast a decision": "cures_of_steps::a_decision_that_is_broadcast",
     },
     # Proofs and versions
     "LP801": {"what the verdict names": NOT_YET, "verify=False": NOT_YET},
@@ -384,6 +390,8 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP804": {
         "verify='auto'": "first_step_proof::test_a_step_that_shows_nothing_is_not_called_equal"
     },
+    "LP805": {"write on every rank": NOT_YET, "leave the device out": OUTSIDE},
+    "LP806": {"the directory of a run that has ended": FILE},
     # Options, commands, models and data
     "LP901": {"a name of the list": VALUE},
     "LP902": {"a value of the list": VALUE},

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.pipeline.stage import EarlierBlock, name_of_block, StageStub
+from lightning_par.engine.pipeline.stage import (
+    EarlierBlock,
+    name_of_block,
+    shape_of_block,
+    StageStub,
+)
 from lightning_par.errors import PlanError
 
 __all__ = ["explain_absent", "watch_side_effects"]
@@ -61,22 +66,36 @@ def watch_side_effects(
     ]
 
 
-def explain_absent(error: Exception) -> PlanError | None:
+def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) -> PlanError | None:
     """Return what to do about code that reads what a block of another stage leaves on itself.
 
     Args:
-        error: What the user's step raised.
+        model: The user's module, cut into stages.
+        error: What its step raised.
+        read: Names of what the code that raised it reads.
 
     Returns:
         None if it was about something else.
     """
-    if not (isinstance(error, AttributeError) and isinstance(error.obj, EarlierBlock)):
+    if isinstance(error, AttributeError) and isinstance(error.obj, EarlierBlock):
+        return _absent(error.obj, str(error.name))
+    if "NoneType" not in str(error):
         return None
+    for stub in model.modules():
+        if isinstance(stub, EarlierBlock):
+            _, block = shape_of_block(stub)
+            for name, value in vars(block).items():
+                if value is None and name in read and not name.startswith("_"):
+                    return _absent(stub, name)
+    return None
+
+
+def _absent(stub: EarlierBlock, name: str) -> PlanError:
     return PlanError(
         "LP409",
-        f"{name_of_block(error.obj)} is on another pipeline stage than the code that reads its "
-        f"{error.name}, which it has only after it has run. "
-        f"{_OF_ATTRIBUTE.format(error.name)}. Or use pipeline_parallel_size=1.",
+        f"{name_of_block(stub)} is on another pipeline stage than the code that reads its "
+        f"{name}, which it has only after it has run. "
+        f"{_OF_ATTRIBUTE.format(name)}. Or use pipeline_parallel_size=1.",
     )
 
 

@@ -493,7 +493,7 @@ class StepRunner:
         with self.random.user_step(key, microbatch):
             try:
                 yield
-            except (RuntimeError, ValueError, AttributeError) as error:
+            except (RuntimeError, ValueError, AttributeError, TypeError) as error:
                 refuse = None if self.pipeline is None else self.random.refuse
                 raise_explained(self.module, error, refuse)
             finally:

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,12 +41,26 @@ def raise_explained(
     told: LightningParError | None
     told = explain_mixing(module, error) or explain_shards(module, error)
     if told is None and refuse is not None:
-        told = explain_absent(error) or _explain_inner_gradients(error)
+        told = explain_absent(module, error, _names_read(error)) or _explain_inner_gradients(error)
         if told is not None and refuse(told):
             return
     if told is None:
         raise error
     raise told from error
+
+
+def _names_read(error: Exception) -> set[str]:
+    """Return the names of attributes and globals in the innermost function of the user's that an
+    error passed, with those of the comprehensions in it.
+    """
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [code for code in frames if not is_of_a_framework(code.co_filename)][-1:]
+    read = set[str]()
+    while codes:
+        code = codes.pop()
+        read.update(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return read
 
 
 def _explain_inner_gradients(error: Exception) -> ConfigurationError | None:

@@ -315,6 +315,28 @@ def losses_that_blocks_keep(cured: bool) -> nn.Module:
     return Keeping()
 
 
+class LeavesLater(Leaves):
+    """Has its attribute from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = None
+
+
+@CURES.add("LP409", rf"{_KEEPS}.*carried=\('aux',\)", carried=("aux",))
+def losses_that_blocks_keep_in_the_place_of_none(cured: bool) -> nn.Module:
+    class Keeping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(LeavesLater() for _ in range(4))
+
+        def behind(self, h: Tensor, x: Tensor) -> Tensor:
+            total = sum(block.aux for block in self.blocks)
+            return super().behind(h, x) * (1 + total[:, None, None])
+
+    return Keeping()
+
+
 @CURES.add("LP409", rf"{_KEEPS}.*or return it with its output")
 def losses_that_blocks_return(cured: bool) -> nn.Module:
     class Returning(Net):

@@ -1,5 +1,6 @@
 """What a pipeline refuses of steps and hooks, and the same as the refusal advises."""
 
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
+from tests.distributed.user_code.test_writes import KeepingLogger
 from tests.support.cures import Cures
 from tests.support.models.plain_language_model import PlainModule
 
@@ -262,6 +264,67 @@ def a_step_that_optimizes_by_itself(cured: bool) -> nn.Module:
                 self.manual_backward(loss)
                 optimizer.step()
             return loss
+
+    return Module()
+
+
+@CURES.add(
+    "LP323",
+    r"cannot pickle 'generator' object.*Pass numbers, text, arrays and tensors, without functions",
+    "pp2_one_microbatch",
+    options={"trainer": lambda: {"logger": KeepingLogger()}},
+)
+def a_list_in_the_place_of_a_generator(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            images = (float(each) for each in loss.detach().view(1))
+            logger: Any = self.logger
+            logger.log_image(key="loss", images=list(images) if cured else images)
+            return loss
+
+        def on_train_end(self) -> None:
+            logger: Any = self.logger
+            if self.trainer.is_global_zero:
+                last = pytest.approx(float(self.trainer.callback_metrics["loss"]), abs=1e-5)
+                assert logger.images[-1] == ("loss", [last])
+
+    return Module()
+
+
+@CURES.add("LP415", r"a checkpoint has those of all: torch\.load\(path\)\['optimizer_states'\]")
+def states_of_an_optimizer_from_a_checkpoint(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 1e-3)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            optimizer: Any = self.trainer.optimizers[0]
+            if cured:
+                path = self.trainer.strategy.broadcast(f"{mkdtemp()}/last.ckpt")
+                self.trainer.save_checkpoint(path)
+                found = torch.load(path)["optimizer_states"][0]["state"]
+            else:
+                found = {p: optimizer.state[p] for p in optimizer.param_groups[0]["params"]}
+            assert len(found) == len(list(self.parameters()))
+            size = sum(float(each["exp_avg_sq"].sum()) for each in found.values())
+            optimizer.param_groups[0]["lr"] = 0.001 + size
+
+    return Module()
+
+
+@CURES.add(
+    "LP713",
+    r"in different places.*Make a decision, such as should_stop, .*trainer\.strategy\.broadcast",
+    "zero1",
+)
+def a_decision_that_is_broadcast(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            stops = self.trainer.is_global_zero and self.global_step == 2
+            if cured:
+                stops = self.trainer.strategy.broadcast(stops)
+            self.trainer.should_stop = stops
 
     return Module()
 

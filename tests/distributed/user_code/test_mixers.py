@@ -70,6 +70,25 @@ def attention_alone() -> Any:
     return _Module(), token_pairs()
 
 
+def _without_a_plan() -> Any:
+    module: Any = _Module()
+    module.parallel_plan = None
+    return module, token_pairs()
+
+
+@CASES.add(refused={"cp2": r"offers no parallel_plan.*pass plan= to the strategy"})
+def a_module_without_a_plan() -> Any:
+    return _without_a_plan()
+
+
+@CASES.add(
+    equal="cp2",
+    strategy={"plan": ParallelPlan(blocks="net.blocks", batch=PlainModule.batch, positions={})},
+)
+def a_plan_that_the_strategy_gets() -> Any:
+    return _without_a_plan()
+
+
 def _short_convolution(block: Any, h: Tensor) -> Tensor:
     out: Tensor = block.conv(h.transpose(1, 2))
     return out[..., : h.shape[1]].transpose(1, 2)
