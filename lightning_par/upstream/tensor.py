@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.upstream.presence import names_of
@@ -20,11 +20,14 @@ with names_of("torch"):
     make_wrapper = Tensor._make_wrapper_subclass
     _make_subclass = Tensor._make_subclass
     plain_functions = torch._C.DisableTorchFunctionSubclass
+    UNSAVED_BUFFERS = "_non_persistent_buffers_set"
+    getattr(nn.Module(), UNSAVED_BUFFERS)
     # Read where they are used; looked up here so that nothing is read from a torch without them.
     _CHECKED = (Tensor._version, Tensor._backward_hooks)
     asks_for_changes: Any = _CHECKED[0].__get__  # type: ignore[attr-defined]
 
 __all__ = [
+    "UNSAVED_BUFFERS",
     "asks_for_changes",
     "count_of_changes",
     "gradient_hooks",

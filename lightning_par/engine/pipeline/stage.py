@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_par.dtensor import like_parameter
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
+from lightning_par.engine.pipeline.refusals import called_by_a_hook, SecondCallError
 from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError, PlanError
 from lightning_par.plan.parallel_plan import match_pattern
@@ -41,12 +42,10 @@ __all__ = [
     "LaterBlock",
     "Message",
     "MicroBatchState",
-    "SecondCallError",
     "Stage",
     "StageExit",
     "StageStub",
     "TokenCount",
-    "called_by_a_hook",
     "check_last_block",
     "earlier_block",
     "matching_modules",
@@ -72,21 +71,6 @@ class StageExit(BaseException):
     """Unwinds the user's step at the end of a stage; user code must let it pass, as any
     BaseException. It holds the arguments of the first block of the next stage.
     """
-
-
-class SecondCallError(PipelineError):
-    """A step has called a block again, as one does that generates text."""
-
-    @classmethod
-    def of(cls, block: int) -> "SecondCallError":
-        """Say it of the block with this number."""
-        return cls(
-            "LP406",
-            f"block {block} was called twice in one step; a pipeline passes through the blocks "
-            "once. Join the inputs of both calls into one batch. To generate text, call "
-            "model.generate in a step of evaluation, or sample in on_validation_epoch_end; in "
-            "training_step that needs pipeline_parallel_size=1.",
-        )
 
 
 @dataclass(frozen=True)
@@ -497,20 +481,6 @@ def shape_of_block(stub: EarlierBlock) -> tuple[int, nn.Module]:
 def name_of_block(stub: EarlierBlock) -> str:
     """Return the FQN of the block that a stub stands for."""
     return str(stub._shape.__dict__["_fqn"])
-
-
-def called_by_a_hook(what: str) -> PipelineError:
-    """Return the refusal of a part of the model that a hook calls.
-
-    Args:
-        what: FQN of the module, and where it is called.
-    """
-    return PipelineError(
-        "LP407",
-        f"a hook calls {what}, which one pipeline stage holds. Call the LightningModule, or the "
-        "module that holds all blocks, which passes the stages; or name it in "
-        "ParallelPlan(replicated=...).",
-    )
 
 
 class LaterBlock(_Shape):

@@ -36,6 +36,9 @@ def read_whole_parameters(
     hosts = [*resolved.block_names, *(name for name, _ in model.named_children())]
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
     left = {fqn for fqn, placement in placements.items() if not isinstance(placement, Shard)}
+    if resolved.plan.sequence_region != "none":  # a module that a pattern misses is to be told
+        styles = resolved.styles
+        left = {fqn for fqn in left if styles.get(fqn.rpartition(".")[0]) == "replicated"}
     for host in hosts:
         inside = {fqn for fqn in left if fqn.startswith(host + ".")}
         left -= inside

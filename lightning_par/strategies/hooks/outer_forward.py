@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_par.engine.collectives import meet
 from lightning_par.engine.data.fsdp import Sharding
-from lightning_par.engine.pipeline.stage import called_by_a_hook
+from lightning_par.engine.pipeline.refusals import called_by_a_hook
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan.parallel_plan import match_pattern

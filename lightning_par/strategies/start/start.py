@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_par.engine.batch import BatchDims, take_samples
-from lightning_par.engine.pipeline.stage import SecondCallError
+from lightning_par.engine.pipeline.refusals import SecondCallError
 from lightning_par.errors import ConfigurationError, PipelineError
 from lightning_par.observe.contents import names_in
 from lightning_par.observe.cross_entropies import LookAtLosses
@@ -243,8 +243,7 @@ class RunStart:
     ) -> None:
         """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
         steps, looks, size = self.steps, self._first_look, dims.size or 1
-        is_whole = known.is_whole
-        known.count = 1 if is_whole else steps.count
+        known.count = 1 if (is_whole := known.is_whole) else steps.count
         look = partial(self._look, name, context, args[1:], size=size, is_whole=is_whole)
         whole, has_replicas = [(args[0], size)], steps.mesh.sizes.data > 1
         divides = (known.count > 1 or has_replicas) and size > 1 and not dims.unsure

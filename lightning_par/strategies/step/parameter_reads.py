@@ -39,7 +39,7 @@ from lightning_par.strategies.step.absent_parameter import (
     module_refusal,
     Refusals,
 )
-from lightning_par.upstream.tensor import count_of_changes
+from lightning_par.upstream.tensor import count_of_changes, UNSAVED_BUFFERS
 
 __all__ = ["ParameterReads", "called_by_steps", "describe_tensors"]
 
@@ -99,7 +99,7 @@ def describe_tensors(module: nn.Module) -> dict[str, About]:
     known = {n: About(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in named}
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
-            is_saved = name.rpartition(".")[2] not in part._non_persistent_buffers_set
+            is_saved = name.rpartition(".")[2] not in vars(part)[UNSAVED_BUFFERS]
             known[name] = About(name, tuple(buffer.shape), buffer.dtype, False, True, is_saved)
     return known
 
@@ -377,8 +377,7 @@ class ParameterReads:
         }
         if buffers:
             unsaved = {n for n, about in buffers.items() if not about.is_saved}
-            own = {"_buffers": WholeBuffers(self, buffers), "_non_persistent_buffers_set": unsaved}
-            module.__dict__.update(own)
+            module.__dict__ |= {"_buffers": WholeBuffers(self, buffers), UNSAVED_BUFFERS: unsaved}
         if absent or held or buffers:
             kind = _WatchedInPart if absent or buffers else _Watched
             block = "" if is_stub else self._in_block(fqn)

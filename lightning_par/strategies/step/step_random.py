@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries, split_rows
 from lightning_par.engine.collectives import split_sizes
-from lightning_par.engine.pipeline.stage import SecondCallError
+from lightning_par.engine.pipeline.refusals import SecondCallError
 from lightning_par.engine.rng import (
     collect_random_states,
     fork_all_rng,
