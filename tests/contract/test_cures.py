@@ -69,7 +69,9 @@ PROOFS: dict[str, dict[str, str]] = {
             cures_of_shards::an_embedding_with_a_bound_on_each_rank""",
         "'sequence_gather_output'": "cures_of_shards::logits_from_the_embedding",
         "view(b, t, heads, -1), and `divided`": "cures_of_shards::heads_of_which_a_rank_has_a_part",
-        "'split_sequence', 'vocab_head', 'replicated'": NOT_YET,
+        "'split_sequence'": "cures_of_shards::positions_of_a_part_of_the_tokens",
+        "'vocab_head'": "cures_of_shards::logits_of_a_part_of_the_tokens",
+        "'replicated' behind a pool": "cures_of_shards::a_head_behind_a_pool",
     },
     "LP208": {
         "call the block": "cures_of_shards::blocks_called_by_the_name_of_their_forward",

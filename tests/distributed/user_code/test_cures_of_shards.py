@@ -434,6 +434,64 @@ def a_number_of_a_weight_that_is_made(cured: bool) -> nn.Module:
     return Module(cured)
 
 
+@CURES.add(
+    "LP207",
+    r"target.*logits that meet the labels come from a 'vocab_head'",
+    "tp2",
+    styles={"net.head": "vocab_head"},
+)
+def logits_of_a_part_of_the_tokens(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def parallel_plan(self) -> Any:
+            plan = super().parallel_plan()
+            return replace(plan, tensor={**plan.tensor, "net.head": "sequence_parallel"})
+
+    return Module()
+
+
+@CURES.add(
+    "LP207",
+    r"shapes cannot be multiplied.*a head behind a pool is 'replicated'",
+    "tp2",
+    styles={"net.head": "replicated", "net.norm": "sequence_gather_output"},
+)
+def a_head_behind_a_pool(cured: bool) -> nn.Module:
+    class Pooled(PlainNet):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.emb(x)
+            for block in self.blocks:
+                h = block(h)
+            out: Tensor = self.head(self.norm(h).mean(1))
+            return out
+
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1][:, 0])
+
+    return Module(Pooled())
+
+
+@CURES.add(
+    "LP207",
+    r"must match the size of tensor.*positions for 'split_sequence' come from ids \[1, T\]",
+    "tp2",
+)
+def positions_of_a_part_of_the_tokens(cured: bool) -> nn.Module:
+    class Placed(PlainNet):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.emb(x) + self.pos(torch.arange(12)[None if cured else slice(None)])
+            for block in self.blocks:
+                h = block(h)
+            out: Tensor = self.head(self.norm(h))
+            return out
+
+    module: Any = PlainModule(Placed())
+    module.net.pos, plan = nn.Embedding(12, 32), module.parallel_plan()
+    placed = replace(plan, tensor={**plan.tensor, "net.pos": "split_sequence"})
+    module.parallel_plan = lambda: placed
+    return module
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_refused_without_the_cure_and_equal_with_it(
     case: str, layout: str, refusal: str | None
