@@ -128,7 +128,7 @@ PROOFS: dict[str, dict[str, str]] = {
         "dropout of attention 0": "mixers::attention_by_the_function_of_torch",
         "is_causal=True": "mixers::attention_that_is_causal_by_an_argument",
         "lightning_par.attention": "mixers::attention_that_is_causal_by_our_function",
-        "documents in rows of their own": NOT_YET,
+        "one document in a row": "cures_in_data::one_document_in_a_row",
     },
     "LP306": {
         "call F.scaled_dot_product_attention": "mixers::attention_by_the_function_of_torch",

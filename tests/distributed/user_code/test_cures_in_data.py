@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_par import BatchLayout
 from tests.support.cures import Cures
@@ -226,6 +228,39 @@ def a_sum_of_the_largest_shape(cured: bool) -> Any:
             return super().loss(batch)
 
     return Module()
+
+
+def documents(lengths: list[int]) -> Any:
+    """A model of transformers, and rows with documents of these lengths."""
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+            sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+            self.model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    places = torch.cat([torch.arange(length) for length in lengths])
+    rows = [x for x, _ in token_pairs()]
+    return Module(), [{"input_ids": x, "labels": x, "position_ids": places} for x in rows]
+
+
+@CASES.add(refused={"cp2": "start again inside a row.*one document in a row"})
+def several_documents_in_a_row() -> Any:
+    return documents([5, 7])
+
+
+@CASES.add(equal="cp2", tolerance=1e-6)
+def one_document_in_a_row() -> Any:
+    return documents([12])
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
