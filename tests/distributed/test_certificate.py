@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.observe.certificate import (
@@ -20,6 +20,16 @@ from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import LAYOUTS, world_of
+
+
+class Nowhere(Logger):
+    """Keeps no files."""
+
+    name, version = "nowhere", 0
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Still(ToyModule):
@@ -100,6 +110,7 @@ def test_a_large_model_has_no_hash(tmp_path: Path) -> None:
         ({"logger": False}, False),
         ({"logger": False, "enable_checkpointing": True}, True),
         ({"fast_dev_run": True}, False),
+        ({"logger": Nowhere()}, False),
     ],
 )
 def test_a_run_that_leaves_no_file_leaves_no_certificate(

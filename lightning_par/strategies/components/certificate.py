@@ -91,8 +91,8 @@ def _folder_of(trainer: pl.Trainer) -> str | None:
     """
     if trainer.fast_dev_run or any(isinstance(each, DummyLogger) for each in trainer.loggers):  # type: ignore[attr-defined]
         return None
-    if trainer.loggers:
-        return str(trainer.log_dir or trainer.default_root_dir)
+    if trainer.loggers and trainer.log_dir:
+        return str(trainer.log_dir)
     folders = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
     return next((str(folder) for folder in folders if folder), None)
 
