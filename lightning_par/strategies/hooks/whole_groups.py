@@ -52,12 +52,16 @@ class WholeGroups:
         self._optimizers = [one for one in optimizers if _PLACES in vars(one)]
         self._agree = agree
 
-    def show(self) -> list[Tensor]:
-        """List the parameters of all stages; returns the states of those that this rank holds."""
-        states: list[Tensor] = []
+    def states(self) -> list[Tensor]:
+        """Return the tensors that the optimizers keep of the parameters that this rank holds."""
+        kept = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        return [
+            value for state in kept for value in tree_leaves(state) if isinstance(value, Tensor)
+        ]
+
+    def show(self) -> None:
+        """List the parameters of all stages."""
         for optimizer in self._optimizers:
-            leaves = (v for state in optimizer.state.values() for v in tree_leaves(state))
-            states += [value for value in leaves if isinstance(value, Tensor)]
             for group, places in zip(
                 optimizer.param_groups, vars(optimizer)[_PLACES], strict=False
             ):
@@ -68,7 +72,6 @@ class WholeGroups:
                 members[:] = [next(held) if place is None else place for place in places]
                 away = (place for place in places if place is not None)
                 optimizer.state.update((p, _StateElsewhere(p.fqn, self._agree)) for p in away)
-        return states
 
     def hide(self) -> None:
         """List the parameters that this rank holds; the others may be more than before."""

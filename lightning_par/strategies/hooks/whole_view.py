@@ -153,7 +153,8 @@ class WholeView(TorchFunctionMode):
         """
         self._hook, self._is_first, self._is_paused = hook, is_first, False
         self._groups = WholeGroups(optimizers, self.agree)
-        states = self._groups.show()
+        states = self._groups.states()
+        self._groups.show()
         if self._owners:
             named = dict(self._module.named_buffers()) | self._parameters()
             owners = self._owners

@@ -465,9 +465,10 @@ class StepRunner:
     ) -> Any:
         random = self.random.step(dims.size or 1, 1, self.tokens_of(args[0]), self.share)
         is_manual = name == "training_step" and self.manual.is_used
-        trains = name == "training_step"
-        call = self.sharding.call if trains else self.evaluated
-        call = self.sharding.call_with_backwards if is_manual else call
+        if name != "training_step":
+            call = self.evaluated
+        else:
+            call = self.sharding.call_with_backwards if is_manual else self.sharding.call
         counts, fills = self.counts, self.weigher.fills
         counted = counts.summed(name, fills=fills) if counts.names else nullcontext()
         with context(), random, self.user_step(key, 0), counted:
