@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import SampleText
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import GPT, GPTConfig
 from tests.support.models.plain_language_model import PlainModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
-from tests.support.user_code import LAYOUTS, world_of
+from tests.support.user_code import strategy_of, world_of
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -80,9 +79,7 @@ def fit(layout: str | None, callback: Any, world: int = 1, **options: Any) -> An
     ids = torch.randint(19, (16, 7), generator=torch.Generator().manual_seed(5))
     samples = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
     replicas = 2 if (layout or "").startswith("zero") else 1
-    strategy: Any = "auto"
-    if layout is not None:
-        strategy = Hybrid3DStrategy(**{**LAYOUTS[layout], "verify": False})
+    strategy = strategy_of(layout, verify=False)
     trainer = quiet_trainer(
         devices=world,
         strategy=strategy,

@@ -35,7 +35,7 @@ from lightning_par.errors import LightningParError
 from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
-__all__ = ["LAYOUTS", "Case", "Cases", "train_case", "world_of"]
+__all__ = ["LAYOUTS", "Case", "Cases", "strategy_of", "train_case", "world_of"]
 
 _ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -170,6 +170,11 @@ class Cases:
             assert all(result["held"] < wanted["held"] for result in results), "nothing is sharded"
 
 
+def strategy_of(layout: str | None, **options: Any) -> Any:
+    """Return the strategy of a layout; without one, that of one process."""
+    return "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], **options)
+
+
 def world_of(layout: str) -> int:
     """Return the number of ranks of a layout."""
     return {"one": 1, "tp2pp2": 4, "zero1tp2": 4, "zero1pp2": 4, "zero3ep2": 4}.get(layout, 2)
@@ -231,7 +236,7 @@ def train_case(
     losses = _Losses()
     options = dict(case.trainer() if callable(case.trainer) else case.trainer)
     callbacks = [*options.pop("callbacks", []), losses, *watches]
-    strategy = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], **case.strategy)
+    strategy = strategy_of(layout, **case.strategy)
     try:
         trainer = quiet_trainer(
             devices=world,

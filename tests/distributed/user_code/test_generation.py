@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_par import Hybrid3DStrategy
 from lightning_par.errors import PipelineError
 from lightning_par.models import GPT, GPTConfig
 from tests.support.models.plain_language_model import PlainModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
-from tests.support.user_code import LAYOUTS, world_of
+from tests.support.user_code import strategy_of, world_of
 
 _TOKENS = {"vocab_size": 19, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -119,9 +118,7 @@ def texts(count: int = 32, tokens: int = 12) -> list[dict[str, Tensor]]:
 def fit(module: Any, rank: int, world: int, layout: str | None, *callbacks: Any) -> Any:
     """Train two steps, then validate on eight samples; return the Trainer and these."""
     replicas = 2 if (layout or "").startswith("zero") else 1
-    strategy: Any = "auto"
-    if layout is not None:
-        strategy = Hybrid3DStrategy(**{**LAYOUTS[layout], "verify": False})
+    strategy = strategy_of(layout, verify=False)
     trainer = quiet_trainer(
         devices=world,
         strategy=strategy,
