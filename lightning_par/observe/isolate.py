@@ -157,7 +157,8 @@ def _holder(part: nn.Module, name: str) -> dict[str, Any]:
 def is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are the same, or arrays of the same entries."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+        return kinds[0] == kinds[1] and (one.is_meta or torch.equal(one, other))
     try:
         return one is other or bool(np.all(one == other))
     except Exception:  # of a class of the user's, or of tensors in a container

@@ -25,7 +25,11 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP101": {"a whole number of 1 or more, or 'auto'": VALUE},
     "LP102": {"other devices, or sizes whose product they are": VALUE},
     "LP103": {"a size that divides": VALUE},
-    "LP104": {"read the mesh in setup or later": NOT_YET},
+    "LP104": {
+        "read the mesh in setup or later": (
+            "cures_of_runs::the_number_of_replicas_for_a_learning_rate"
+        )
+    },
     "LP105": {"another number of samples or nodes": VALUE, "Hybrid3DStrategy with sizes": VALUE},
     "LP106": {
         "search, and give the sizes": (
@@ -82,12 +86,15 @@ PROOFS: dict[str, dict[str, str]] = {
         "full_tensor() in a hook": "hooks::arrays_of_whole_tensors_before_the_update",
     },
     "LP209": {
-        "initialize it where it is made": "cures_of_shards::a_parameter_without_values",
-        "make it inside": NOT_YET,
+        "initialize it where it is made": "cures_of_runs::a_parameter_without_values",
+        "make it inside": """
+            cures_of_runs::a_parameter_on_meta
+            cures_of_runs::a_parameter_that_is_made_on_meta""",
     },
     "LP210": {
-        "compute it from shapes": "cures_of_shards::a_number_of_a_weight_that_is_made",
-        "in the first step": NOT_YET,
+        "compute it from shapes": "cures_of_runs::a_number_of_a_weight_that_is_made",
+        "in the first step": "cures_of_runs::a_number_of_a_weight_in_the_first_step",
+        "a buffer from values of its own": "cures_of_runs::a_buffer_that_copies_a_weight",
     },
     "LP211": {
         "size 1": ONE,
@@ -259,7 +266,7 @@ PROOFS: dict[str, dict[str, str]] = {
         "leave out a batch in the collate function": (
             "cures_in_data::batches_left_out_in_the_collate_function"
         ),
-        "call it in a step that all ranks run": NOT_YET,
+        "the module that holds all blocks": "cures::a_hook_that_calls_the_blocks",
     },
     "LP407": {
         "first": "cures::a_module_behind_the_blocks_used_before_them",

@@ -86,7 +86,7 @@ class ConstructionRecord:
             raise PlanError(
                 "LP209",
                 f"{name}: no initialization was recorded for this parameter of shape "
-                f"{tuple(parameter.shape)}. Make it inside record_construction().",
+                f"{tuple(parameter.shape)}. Make it inside configure_model.",
             )
         known = self._tape.knows(parameter)
         view = self._tape.view(parameter) if known else self._views[parameter]
@@ -120,8 +120,8 @@ class ConstructionRecord:
         if not made and not constant:
             raise PlanError(
                 "LP209",
-                f"{name}: this parameter was made on the meta device outside "
-                "record_construction(), so it has no initialization. Make it inside.",
+                f"{name}: this parameter was made on the meta device outside configure_model, so "
+                "it has no initialization. Make it inside.",
             )
         if not constant and parameter.numel() and all(e.allocates for e in made):
             raise PlanError(
@@ -172,7 +172,7 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
                 raise PlanError(
                     "LP209",
                     f"{name}: its initialization reads a meta tensor made outside "
-                    "record_construction(), which has no values. Make it inside.",
+                    "configure_model, which has no values. Make it inside.",
                 )
             return x.of(made[x.buffer])
         return None if isinstance(x, torch.Generator) else x

@@ -61,17 +61,17 @@ class Materializer:
                 continue
             self._visited.add(module)
             base = ".".join(each for each in (prefix, name) if each)
+            start = f"{base}." if base else ""
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    fqn = f"{base}.{key}" if base else key
-                    module._parameters[key] = self._place(parameter, fqn)
+                    module._parameters[key] = self._place(parameter, start + key)
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
                 if buffer.is_meta:
                     raise PlanError(
                         "LP210",
-                        f"the buffer {base}.{key} is a copy of a parameter made in "
+                        f"the buffer {start}{key} is a copy of a parameter made in "
                         "configure_model, where parameters have no values yet. Make the buffer "
                         "from values of its own.",
                     )

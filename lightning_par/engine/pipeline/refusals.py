@@ -2,7 +2,7 @@
 
 from lightning_par.errors import PipelineError
 
-__all__ = ["SecondCallError", "called_by_a_hook"]
+__all__ = ["SecondCallError", "called_by_a_hook", "called_outside"]
 
 
 class SecondCallError(PipelineError):
@@ -31,4 +31,18 @@ def called_by_a_hook(what: str) -> PipelineError:
         f"a hook calls {what}, which one pipeline stage holds. Call the LightningModule, or the "
         "module that holds all blocks, which passes the stages; or name it in "
         "ParallelPlan(replicated=...).",
+    )
+
+
+def called_outside(block: str) -> PipelineError:
+    """Return the refusal of a block of another stage that is called outside of a step.
+
+    Args:
+        block: FQN of the block.
+    """
+    return PipelineError(
+        "LP406",
+        f"{block} is called outside of a step, and is on another pipeline stage. Call the "
+        "LightningModule, or the module that holds all blocks, which passes the stages; or use "
+        "pipeline_parallel_size=1.",
     )

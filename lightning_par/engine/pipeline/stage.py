@@ -29,7 +29,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_par.dtensor import like_parameter
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
-from lightning_par.engine.pipeline.refusals import called_by_a_hook, SecondCallError
+from lightning_par.engine.pipeline.refusals import (
+    called_by_a_hook,
+    called_outside,
+    SecondCallError,
+)
 from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError, PlanError
 from lightning_par.plan.parallel_plan import match_pattern
@@ -58,13 +62,6 @@ Message = dict[str, Any]
 """Message between stages: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
 stored, ``"tokens"`` -> see `TokenCount`.
 """
-
-
-_OUTSIDE = (
-    "the model is called outside of a step, and block {} is on another pipeline stage. Call it in "
-    "a step that all ranks run (validation_step with a loader of the prompts, predict_step), or "
-    "use pipeline_parallel_size=1."
-)
 
 
 class StageExit(BaseException):
@@ -418,7 +415,7 @@ class EarlierBlock(StageStub):
         """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
-            raise PipelineError("LP406", _OUTSIDE.format(self._number))
+            raise called_outside(name_of_block(self))
         if not self._stage.in_backward:
             if self._number in state.called:
                 raise SecondCallError.of(self._number)
@@ -489,9 +486,8 @@ class LaterBlock(_Shape):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `StageExit`; outside of a step, what to do."""
-        stage = self.__dict__["_stage"]
-        if stage.current is None:
-            raise PipelineError("LP406", _OUTSIDE.format(stage.end_block))
+        if self.__dict__["_stage"].current is None:
+            raise called_outside(self.__dict__["_fqn"])
         raise StageExit(args, kwargs)
 
 

@@ -261,7 +261,11 @@ class MeshProcesses:
             MeshError: The processes have not been set up.
         """
         if self._mesh is None:
-            raise MeshError("LP104", "the mesh exists once the Trainer has set up its processes.")
+            raise MeshError(
+                "LP104",
+                "the mesh exists once the Trainer has set up its processes. Read it in setup or a "
+                "later hook.",
+            )
         return self._mesh
 
     @property

@@ -234,6 +234,21 @@ def a_hook_that_calls_a_replicated_head(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add(
+    "LP406", r"net\.blocks\.\d is called outside of a step.*the module that holds all blocks"
+)
+def a_hook_that_calls_the_blocks(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                net: Any = self.net
+                tokens = torch.arange(8)[None]
+                out = net(tokens) if cured else net.blocks[2](net.blocks[1](torch.ones(1, 2, 32)))
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + float(out.square().mean())
+
+    return Module()
+
+
 class Penalized(PlainModule):
     """A loss with a term of its own."""
 

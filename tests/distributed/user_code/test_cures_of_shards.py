@@ -395,45 +395,6 @@ def heads_of_which_a_rank_has_a_part(cured: bool) -> nn.Module:
     return Module()
 
 
-class MadeOnTheMesh(PlainModule):
-    """Makes a scale of the loss in `configure_model`."""
-
-    def __init__(self, cured: bool) -> None:
-        super().__init__()
-        self.cured, self.scale = cured, None
-
-    def configure_model(self) -> None:
-        if self.scale is None:
-            self.scale = self.make()
-
-    def make(self) -> Any:
-        raise NotImplementedError
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * self.scale.mean()
-
-
-@CURES.add("LP209", r"scale: the constructor leaves all 32 values .*nn\.init\.", "zero3")
-def a_parameter_without_values(cured: bool) -> nn.Module:
-    class Module(MadeOnTheMesh):
-        def make(self) -> Any:
-            scale = nn.Parameter(torch.empty(32))
-            return nn.init.ones_(scale) if self.cured else scale
-
-    return Module(cured)
-
-
-@CURES.add("LP210", r"needs the values of .*Compute it from shapes", "zero3")
-def a_number_of_a_weight_that_is_made(cured: bool) -> nn.Module:
-    class Module(MadeOnTheMesh):
-        def make(self) -> Any:
-            norm = nn.LayerNorm(32)
-            total = norm.weight.numel() if self.cured else norm.weight.sum().item()
-            return nn.Parameter(torch.full((8,), total / 32))
-
-    return Module(cured)
-
-
 @CURES.add(
     "LP207",
     r"target.*logits that meet the labels come from a 'vocab_head'",

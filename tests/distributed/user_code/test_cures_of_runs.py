@@ -1,0 +1,136 @@
+"""What a mesh refuses of the time and place at which a run does something, and its cures."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, Tensor
+
+from tests.support.cures import Cures
+from tests.support.models.plain_language_model import PlainModule
+
+CURES = Cures(__name__)
+CASES = CURES.cases
+
+
+@CURES.add("LP104", r"the mesh exists once .* Read it in setup or a later hook", "zero2")
+def the_number_of_replicas_for_a_learning_rate(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def configure_callbacks(self) -> Any:
+            if not cured:
+                self.look()
+            return []
+
+        def setup(self, stage: str) -> None:
+            if cured:
+                self.look()
+
+        def look(self) -> None:
+            mesh = getattr(self.trainer.strategy, "mesh", None)
+            replicas = 1 if mesh is None else mesh.sizes.data
+            self.lr = 0.5 if replicas in (1, 2) else 0.0
+
+    return Module()
+
+
+class MadeOnTheMesh(PlainModule):
+    """Makes a scale of the loss in `configure_model`."""
+
+    def __init__(self, cured: bool) -> None:
+        super().__init__()
+        self.cured, self.scale = cured, None
+
+    def configure_model(self) -> None:
+        if self.scale is None:
+            self.scale = self.make()
+
+    def make(self) -> Any:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale.mean()
+
+
+@CURES.add("LP209", r"scale: the constructor leaves all 32 values .*nn\.init\.", "zero3")
+def a_parameter_without_values(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            scale = nn.Parameter(torch.empty(32))
+            return nn.init.ones_(scale) if self.cured else scale
+
+    return Module(cured)
+
+
+@CURES.add("LP209", r"scale: no initialization was recorded.*inside configure_model", "zero3")
+def a_parameter_on_meta(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            return nn.Parameter(torch.ones(8))
+
+    module = Module(cured)
+    if not cured:
+        module.scale = nn.Parameter(torch.ones(8, device="meta"))
+    return module
+
+
+@CURES.add("LP209", r"scale: this parameter .* outside configure_model.*Make it inside", "zero3")
+def a_parameter_that_is_made_on_meta(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            return nn.Parameter(torch.ones(8)) if self.cured else self.early
+
+    module = Module(cured)
+    vars(module)["early"] = nn.Parameter(torch.ones(8, device="meta"))
+    return module
+
+
+@CURES.add("LP210", r"needs the values of .*Compute it from shapes", "zero3")
+def a_number_of_a_weight_that_is_made(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            norm = nn.LayerNorm(32)
+            total = norm.weight.numel() if self.cured else norm.weight.sum().item()
+            return nn.Parameter(torch.full((8,), total / 32))
+
+    return Module(cured)
+
+
+@CURES.add("LP210", r"needs the values of .*move it to the first step", "zero3")
+def a_number_of_a_weight_in_the_first_step(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        start = None
+
+        def make(self) -> Any:
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.0, 8))
+            if not self.cured:
+                self.start = float(self.scale.sum())
+            return self.scale
+
+        def loss(self, batch: Any) -> Tensor:
+            if self.start is None:
+                self.start = float(self.scale.detach().sum())
+            return super().loss(batch) / self.start
+
+    return Module(cured)
+
+
+@CURES.add("LP210", r"the buffer origin is a copy of a parameter.*from values of its own", "zero3")
+def a_buffer_that_copies_a_weight(cured: bool) -> nn.Module:
+    class Module(MadeOnTheMesh):
+        def make(self) -> Any:
+            self.scale = nn.Parameter(torch.ones(8))
+            start = torch.ones(8) if self.cured else self.scale.detach().clone()
+            self.register_buffer("origin", start)
+            return self.scale
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + (self.scale - self.origin).square().sum()
+
+    return Module(cured)
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_refused_without_the_cure_and_equal_with_it(
+    case: str, layout: str, refusal: str | None
+) -> None:
+    CURES.check(case, layout, refusal)
