@@ -349,9 +349,22 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP512": {"a checkpoint at the end of an epoch": FILE},
     "LP513": {"a folder that all hosts share": OUTSIDE},
     # Memory, precision and optimizers
-    "LP601": {"a compiler": OUTSIDE, "cpu_kernel='torch'": NOT_YET},
+    "LP601": {
+        "a compiler": OUTSIDE,
+        "cpu_kernel='torch'": (
+            "distributed/offload/test_cures.py::test_without_a_compiler_the_kernel_of_torch_steps"
+        ),
+    },
     "LP602": {"a folder with space": OUTSIDE},
-    "LP603": {"change weights where updates are complete": NOT_YET, "overlap='off'": NOT_YET},
+    "LP603": {
+        "change weights where updates are complete": """
+            distributed/offload/test_cures.py::weights_written_before_validation
+            distributed/offload/test_cures.py::weights_written_at_the_end""",
+        "delayed_update=False": (
+            "distributed/offload/test_cures.py::weights_written_without_a_delay"
+        ),
+        "overlap='off'": ("distributed/offload/test_cures.py::gradients_in_parts_without_overlap"),
+    },
     "LP604": {
         "Adam or AdamW": "unit/strategies/test_host_offload.py::test_adam_is_moved_with_any_options"
     },
@@ -360,7 +373,11 @@ PROOFS: dict[str, dict[str, str]] = {
             "distributed/offload/test_places.py::test_parameters_on_the_host_compute_the_same"
         )
     },
-    "LP606": {"the option that the message names": NOT_YET},
+    "LP606": {
+        "the option that the message names": (
+            "distributed/offload/test_cures.py::test_the_option_that_a_misfit_names_fits"
+        )
+    },
     "LP607": {"a precision of the list": VALUE},
     "LP608": {"a plan with blocks": VALUE},
     "LP609": {"zero_stage=0, automatic optimization": ONE},

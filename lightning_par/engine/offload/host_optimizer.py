@@ -246,19 +246,25 @@ class HostOptimizer:
             self.finish()
 
     def drop(self) -> None:
-        """Discard the gradients of this step.
-
-        Raises:
-            OffloadError: Updates have started with them.
-        """
-        if self.state.streams and self._submitted:
-            raise OffloadError("LP603", "a step cannot be left out after its first updates.")
+        """Discard the gradients of this step, of which no update has started."""
+        assert not (self.state.streams and self._submitted)
         self._discard()
         if self.state is not OffloadState.DELAYED:
             self._enter(OffloadState.IDLE)
 
     def flush(self) -> None:
-        """Apply pending updates, and put the states of all parameters into the optimizer."""
+        """Apply pending updates, and put the states of all parameters into the optimizer.
+
+        Raises:
+            OffloadError: A parameter was changed while its update was under way.
+        """
+        for bucket, _, _ in self._submitted:
+            for held in bucket:
+                if held.is_changed():
+                    raise held.changed_behind_update()
+        self._complete()
+
+    def _complete(self) -> None:
         self._publish()
         if self.state is OffloadState.DELAYED:
             self._enter(OffloadState.IDLE)
@@ -317,7 +323,7 @@ class HostOptimizer:
     def close(self) -> None:
         """Apply pending updates, remove the hooks, stop the worker."""
         try:
-            self.flush()
+            self._complete()
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -353,12 +359,7 @@ class HostOptimizer:
             self._is_written_to = self._is_written_to or is_written
             if is_marked or is_written:
                 if self._submitted:
-                    raise OffloadError(
-                        "LP603",
-                        f"a parameter of shape {tuple(held.parameter.shape)} was changed while "
-                        "its delayed update was computed. Change parameters where updates are "
-                        "complete, as in on_validation_start, or use delayed_update=False.",
-                    )
+                    raise held.changed_behind_update()
                 held.refresh_master()
 
     def _send_early(self, parameter: nn.Parameter) -> None:

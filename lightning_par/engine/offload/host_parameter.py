@@ -20,6 +20,7 @@ from lightning_par.engine.master_weights import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.nvme import NvmeRange
 from lightning_par.engine.offload.update_worker import Update
+from lightning_par.errors import OffloadError
 from lightning_par.upstream.dtensor import sharded_like
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -98,6 +99,15 @@ class HostParameter:
         """Whether the parameter is not the rounded master; the host waits for the device."""
         value = self.local.detach().to("cpu")
         return not torch.equal(self.master.to(value.dtype), value)
+
+    def changed_behind_update(self) -> OffloadError:
+        """Return the refusal of a change while a delayed update was under way."""
+        return OffloadError(
+            "LP603",
+            f"a parameter of shape {tuple(self.parameter.shape)} was changed while its delayed "
+            "update was computed. Change parameters where updates are complete, as in "
+            "on_validation_start, or use delayed_update=False.",
+        )
 
     def mark_published(self) -> None:
         """Remember that the parameter is the rounded master now."""

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
-from lightning_par.upstream.lightning import callbacks_of
+from lightning_par.upstream.functions import replaced
+from lightning_par.upstream.lightning import callbacks_of, hook_calls
 
 __all__ = ["HostOffload", "cache_folder", "is_offloaded", "offload_precision"]
 
@@ -31,6 +33,8 @@ _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 """Hooks of modules and callbacks in which gradients are read or changed."""
 _OF_MODULES = ("backward", "configure_gradient_clipping", "optimizer_step")
 """The same of modules alone."""
+_SEE_UPDATES = ("on_validation_start", "on_train_end")
+"""Hooks that find pending updates complete; Lightning calls the strategy's own after them."""
 
 
 def cache_folder() -> Path:
@@ -156,6 +160,11 @@ class HostOffload:
             late=model.gradients.reduced_late,
             unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
         )
+        self._opened = ExitStack()
+        if offload.delayed_update is not False:
+            caller = hook_calls["callbacks"]
+            call = partial(self._call_hooks, getattr(*caller))
+            self._opened.enter_context(replaced(*caller, call))
         seen = list(_hooks_on_gradients(module))
         self._host.defers = bool(seen)
         if seen:
@@ -209,7 +218,14 @@ class HostOffload:
         """Complete every update that was computed behind a step."""
         self._host.flush()
 
+    def _call_hooks(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a hook of all callbacks as Lightning does, which calls the module's after them."""
+        if name in _SEE_UPDATES and trainer is self._model.module.trainer:
+            self.flush()
+        return inner(trainer, name, *args, **kwargs)
+
     def close(self) -> None:
         """Complete every update and give the host's memory up."""
+        self._opened.close()
         self._model.gradients.host = None
         self._host.close()

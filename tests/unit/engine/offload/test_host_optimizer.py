@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,9 @@ def test_value_given_behind_a_delayed_update_is_refused() -> None:
         step_on_host(host, optimizer, 0, model(batch(0)).sum())
         with torch.no_grad():
             model[0].bias.zero_()
-        with pytest.raises(OffloadError, match=r"shape \(7,\) was changed while its delayed"):
-            host.begin(1, streams=False, largest=float("inf"))
+        for look in (host.flush, partial(host.begin, 1, streams=False, largest=float("inf"))):
+            with pytest.raises(OffloadError, match=r"shape \(7,\) was changed while its delayed"):
+                look()
 
 
 class Recomputed(nn.Module):

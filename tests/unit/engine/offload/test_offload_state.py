@@ -12,7 +12,6 @@ from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.offload_state import NEXT_STATES, OffloadState
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
-from lightning_par.errors import OffloadError
 
 S = OffloadState
 
@@ -166,13 +165,6 @@ def test_skipped_step_changes_nothing(drops: bool, walk: Any) -> None:
     one.step()
     assert one.taken()[-1] is S.IDLE
     assert one.first == pytest.approx(0.9)
-
-
-def test_step_cannot_be_dropped_after_its_first_update(walk: Any) -> None:
-    one = walk(bucket_size_mb=1e-6)
-    one.backward(0, streams=True)
-    with pytest.raises(OffloadError, match=r"cannot be left out after its first updates"):
-        one.host.drop()
 
 
 @pytest.mark.parametrize("delayed", [False, True])
