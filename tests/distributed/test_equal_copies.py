@@ -60,6 +60,42 @@ def test_a_flipped_bit_is_told_on_every_rank(axis: str) -> None:
     assert text.count(" hold copies") == 1
 
 
+class Shrinks(pl.Callback):
+    """Shrinks a weight after each step, as a user's callback does."""
+
+    def __init__(self, everywhere: bool) -> None:
+        self._everywhere = everywhere
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self._everywhere or trainer.is_global_zero:
+            with torch.no_grad():
+                pl_module.net.norm.weight.mul_(0.99)
+
+
+def _shrink(rank: int, world: int, everywhere: bool) -> Any:
+    strategy = "auto" if world == 1 else Hybrid3DStrategy(zero_stage=0, data_parallel_size=world)
+    given = {"max_steps": 40, "precision": "64-true", "proves": True}
+    trainer = quiet_trainer(
+        strategy=strategy, devices=world, callbacks=[Shrinks(everywhere)], **given
+    )
+    pl.seed_everything(0, verbose=False)
+    module = PlainModule()
+    try:
+        trainer.fit(module, loader(token_pairs() * 20, 6 // world))
+    except VerificationError as error:
+        return str(error)
+    return module.state_dict()
+
+
+def test_a_weight_is_written_on_one_rank_or_on_every_rank() -> None:
+    for told in run_ranks(_shrink, 2, False, timeout=120):
+        assert "`if trainer.is_global_zero`: write on every rank" in told
+        assert "LP805" in told
+    (want,) = run_ranks(_shrink, 1, True, timeout=120)
+    for got in run_ranks(_shrink, 2, True, timeout=120):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
 def test_a_run_without_a_fault_or_without_proofs_goes_to_its_end() -> None:
     assert run_ranks(_train, 2, "tp", "", timeout=120) == [""] * 2
     assert run_ranks(_train, 2, "tp", "net.norm.weight", verify=False, timeout=120) == [""] * 2

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.errors import ConfigurationError
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import ranks, run_ranks
@@ -139,3 +140,31 @@ def test_parts_stay_where_whole_modules_are_not_wanted(rank: int, world: int) ->
     module = PlainModule()
     make_trainer("pp2", world, gather_after_run=False).fit(module, loader("pp2", rank))
     assert not isinstance(module.net.head, nn.Linear) or rank == 1
+
+
+def two_trainers(rank: int, world: int, layout: str | None, folder: str) -> dict[str, torch.Tensor]:
+    """Train in one Trainer, and go on in another with a new module; on a mesh, the old one is
+    refused.
+    """
+    options = {} if layout is None else {"gather_after_run": False}
+    seed_everything(0, verbose=False)
+    module = PlainModule()
+    first = make_trainer(layout, world, **options)
+    first.fit(module, loader(layout, rank))
+    first.save_checkpoint(f"{folder}/{layout}.ckpt")
+    if layout is not None:
+        with pytest.raises(ConfigurationError, match=r"or make a new module .* ckpt_path=.*LP914"):
+            make_trainer(layout, world).fit(module, loader(layout, rank))
+    # One process loads weights before the Trainer has made the module one of float64.
+    module, second = PlainModule().double(), make_trainer(layout, world)
+    second.fit_loop.max_epochs = 2
+    second.fit(module, loader(layout, rank), ckpt_path=f"{folder}/{layout}.ckpt")
+    assert second.current_epoch == 2
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero3"])
+def test_new_module_goes_on_from_a_checkpoint(layout: str, tmp_path: Any) -> None:
+    (want,) = run_ranks(two_trainers, 1, None, str(tmp_path), timeout=120)
+    for got in run_ranks(two_trainers, 2, layout, str(tmp_path), timeout=120):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)

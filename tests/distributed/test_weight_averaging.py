@@ -347,3 +347,43 @@ def test_what_parts_cannot_average_is_refused_before_anything_starts(case: str) 
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[callback()])
     with pytest.raises(ConfigurationError, match=says):
         trainer.fit(module(), loader(ToyData(4), 2))
+
+
+def validate_again(rank: int, world: int, layout: str, how: str) -> Any:
+    """Train on a mesh, then validate with the callback on one device, with a new one, or in the
+    same Trainer.
+
+    Returns:
+        The score; or the text of the refusal.
+    """
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    module, callback = ToyModule(), EMAWeightAveraging(decay=0.7)
+
+    def trainer(devices: int, callback: Callback) -> pl.Trainer:
+        strategy: Any = "auto"
+        if devices > 1:
+            strategy = lightning_par.Hybrid3DStrategy(verify=False, **LAYOUTS[layout])
+        given = {"devices": devices, "max_epochs": 1, "precision": "64-true"}
+        return quiet_trainer(strategy=strategy, callbacks=[callback], **given)
+
+    used = trainer(world, callback)
+    held_out = loader(ToyData(4), 4)
+    used.fit(module, loader(ToyData(8), 4), held_out)
+    if how != "the same Trainer":
+        used = trainer(1, callback if how == "the same callback" else EMAWeightAveraging(decay=0.7))
+    try:
+        (score,) = used.validate(module, held_out, verbose=False)
+    except ConfigurationError as error:
+        return str(error)
+    return score["val_loss"]
+
+
+def test_average_of_an_earlier_run_is_refused_with_cures_that_work() -> None:
+    (wanted,) = run_ranks(validate_again, 1, "toy plain", "the same callback")
+    for told in run_ranks(validate_again, 2, "pp2", "the same callback", timeout=120):
+        assert "Use a new callback, or the same Trainer again" in told
+        assert "LP611" in told
+    for how in ("a new callback", "the same Trainer"):
+        for score in run_ranks(validate_again, 2, "pp2", how, timeout=120):
+            assert score == pytest.approx(wanted, abs=TOLERANCE)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from lightning_par import cli, Hybrid3DStrategy
+from lightning_par.errors import CheckpointError
 from lightning_par.observe.live_bytes import LiveBytes
 from lightning_par.observe.modes import DoublePrecision
 from tests.support.models.huggingface import auto_class, HFModule, MODELS, PaddedText
@@ -167,3 +168,33 @@ def test_loading_holds_the_own_shards_and_one_tensor(tmp_path: Path) -> None:
     for peak, own in seen:
         assert own < 0.4 * sum(sizes)
         assert own <= peak <= own + 1.1 * max(sizes)  # and batches, positions
+
+
+def test_weights_that_are_computed_are_read_by_from_pretrained(tmp_path: Path) -> None:
+    """The model stores gates and values as one tensor, and has two."""
+    make_folder("hrm", tmp_path)
+    module = pretrained("hrm", tmp_path)
+    fit(module, "hrm", devices=1)
+    for told, weights in run_ranks(train_pretrained, 2, "hrm", tmp_path, timeout=120):
+        assert "which cannot be read in parts. Build the model with from_pretrained in the" in told
+        torch.testing.assert_close(weights, module.state_dict(), rtol=0, atol=1e-10)
+
+
+def pretrained(family: str, folder: Path) -> HFModule:
+    """A module whose constructor has loaded the model."""
+    module = HFModule(family, on_meta=True)
+    module.model = auto_class(family).from_pretrained(folder)
+    module.model.train()
+    return module
+
+
+def train_pretrained(rank: int, world: int, family: str, folder: Path) -> Any:
+    """From the folder, which is refused, and as the refusal says."""
+    torch.set_default_dtype(torch.float64)
+    options = {"devices": world, "strategy": Hybrid3DStrategy(**ZERO)}
+    with pytest.raises(CheckpointError, match="LP510") as caught:
+        fit(HFModule(family, on_meta=True), family, ckpt_path=str(folder), **options)
+    options["strategy"] = Hybrid3DStrategy(**ZERO)
+    module = pretrained(family, folder)
+    fit(module, family, **options)
+    return str(caught.value), module.state_dict()

@@ -146,8 +146,10 @@ def _adapted(first: int) -> Callable[[], nn.Module]:
     return make
 
 
+COMPUTED = {"hrm": _causal("HrmText", num_hidden_layers=2, head_dim=4)}
+"""Models that store some weights joined, which is undone when they are loaded."""
 ADAPTED = {"adapters": _adapted(0), "adapters on top": _adapted(2)}
-MODELS = {**FAMILIES, **WIDE, **ATTENTIONS, **ADAPTED}
+MODELS = {**FAMILIES, **WIDE, **ATTENTIONS, **COMPUTED, **ADAPTED}
 
 
 def auto_class(family: str) -> Any:
