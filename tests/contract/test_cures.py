@@ -337,14 +337,22 @@ PROOFS: dict[str, dict[str, str]] = {
         "strict_loading = False": """
             state_dicts::test_a_changed_state_dict_is_loaded_as_one_process_loads_it""",
     },
-    "LP507": {"the optimizers that were saved": VALUE, "load weights alone": NOT_YET},
+    "LP507": {
+        "the optimizers that were saved": VALUE,
+        "load weights alone": "resume::test_weights_alone_go_on_with_another_optimizer",
+    },
     "LP508": {"space, a right, a shared folder": OUTSIDE},
     "LP509": {
         "--out NAME.safetensors --below MODULE": (
             "contract/test_checkpoint_commands.py::test_exported_weights_are_those_of_the_model"
         )
     },
-    "LP510": {"from_pretrained in the constructor": NOT_YET},
+    "LP510": {
+        "from_pretrained in the constructor": (
+            "distributed/checkpoint/test_huggingface_folders.py::"
+            "test_weights_that_are_computed_are_read_by_from_pretrained"
+        )
+    },
     "LP511": {"one of the two": VALUE},
     "LP512": {"a checkpoint at the end of an epoch": FILE},
     "LP513": {"a folder that all hosts share": OUTSIDE},
@@ -386,7 +394,12 @@ PROOFS: dict[str, dict[str, str]] = {
         "copies in self.state": "early_optimizers::with_copies_in_its_state",
         "a value of the list": VALUE,
     },
-    "LP611": {"a new callback, or the same Trainer": NOT_YET},
+    "LP611": {
+        "a new callback, or the same Trainer": (
+            "distributed/test_weight_averaging.py::"
+            "test_average_of_an_earlier_run_is_refused_with_cures_that_work"
+        )
+    },
     "LP612": {"chmod 700, or another folder": OUTSIDE},
     # Islands, hosts and processes
     "LP701": {"a server that listens": OUTSIDE},
@@ -416,7 +429,17 @@ PROOFS: dict[str, dict[str, str]] = {
     "LP804": {
         "verify='auto'": "first_step_proof::test_a_step_that_shows_nothing_is_not_called_equal"
     },
-    "LP805": {"write on every rank": NOT_YET, "leave the device out": OUTSIDE},
+    "LP805": {
+        "write on every rank": (
+            "distributed/test_equal_copies.py::"
+            "test_a_weight_is_written_on_one_rank_or_on_every_rank"
+        ),
+        "leave the device out": OUTSIDE,
+        "verify=False": (
+            "distributed/test_equal_copies.py::"
+            "test_a_run_without_a_fault_or_without_proofs_goes_to_its_end"
+        ),
+    },
     "LP806": {"the directory of a run that has ended": FILE},
     # Options, commands, models and data
     "LP901": {"a name of the list": VALUE},
@@ -446,7 +469,9 @@ PROOFS: dict[str, dict[str, str]] = {
         "the same Trainer": (
             "distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again"
         ),
-        "a new module and ckpt_path": NOT_YET,
+        "a new module and ckpt_path": (
+            "distributed/test_module_after_run.py::test_new_module_goes_on_from_a_checkpoint"
+        ),
     },
     "LP915": {"requires_grad_(False)": "cures_of_shards::a_parameter_without_entries"},
     "LP916": {

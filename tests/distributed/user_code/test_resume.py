@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_par import Hybrid3DStrategy
+from lightning_par import Hybrid3DStrategy, load_from_checkpoint
+from lightning_par.errors import CheckpointError
 from tests.support.exhaustive import some
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
@@ -227,3 +228,63 @@ def test_a_callback_that_has_added_a_group_of_parameters_resumes(
     world = 1 if layout == "one" else 2
     for found in run_ranks(_unfreeze_rank, world, layout, str(tmp_path), timeout=180):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-8)
+
+
+class Regrouped(PlainModule):
+    """The same weights with Adam, in two groups."""
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+class Adam(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _with_another_optimizer(
+    rank: int, world: int, kind: type[PlainModule], layout: str | None, folder: str
+) -> Any:
+    """Train with one optimizer; go on with another, with the weights alone.
+
+    Returns:
+        The text of the refusal of the whole checkpoint, which one process does not ask for; the
+        weights.
+    """
+    seed_everything(0, verbose=False)
+    path, told = f"{folder}/{layout}.ckpt", ""
+
+    def fit(module: PlainModule, **options: Any) -> pl.Trainer:
+        trainer = _trainer(layout, proves=False, max_epochs=1)
+        torch.manual_seed(1)
+        trainer.fit(module, Data(layout, []), **options)
+        return trainer
+
+    fit(Momentum()).save_checkpoint(path)
+    if layout is not None:
+        with pytest.raises(CheckpointError) as caught:
+            fit(kind(), ckpt_path=path)
+        told = str(caught.value)
+    module = load_from_checkpoint(kind, path)
+    fit(module)
+    return told, module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "refusal"),
+    [
+        (Regrouped, "pp2", "has 1 groups, this one 2"),
+        (Adam, "zero2_offload", "it was not Adam. Load weights alone, or use its optimizer"),
+    ],
+)
+def test_weights_alone_go_on_with_another_optimizer(
+    kind: type[PlainModule], layout: str, refusal: str, tmp_path: Path
+) -> None:
+    ((_, wanted),) = run_ranks(_with_another_optimizer, 1, kind, None, str(tmp_path))
+    for told, weights in run_ranks(_with_another_optimizer, 2, kind, layout, str(tmp_path)):
+        assert refusal in told
+        assert "LP507" in told
+        torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-9)
