@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from lightning_par.errors import ConfigurationError
 from tests.support.exhaustive import some
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
@@ -201,8 +200,43 @@ def test_killed_process_ends_the_script_everywhere(
     assert "Restart from the last checkpoint (ckpt_path='last')." in text
 
 
-def test_allocation_of_slurm_without_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setenv("SLURM_JOB_NAME", "train")
-    with pytest.raises(ConfigurationError, match=r"SLURM_PROCID.*Start the 2 processes with srun"):
-        quiet_trainer(devices=2, strategy="tensor_parallel")
+def test_allocation_of_slurm_without_srun_runs_as_bash(
+    tmp_path: Path, one_device: dict[str, float]
+) -> None:
+    """Which `salloc` leaves to the user: srun, or one process that starts the others."""
+    allocation = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NAME": "train"}
+    ((code, text),) = run(tmp_path, [(script(tmp_path), allocation)])
+    assert code != 0
+    assert re.search(
+        r"SLURM_PROCID.*Start the 2 processes with srun; or set SLURM_JOB_NAME=b", text
+    )
+    ended = run(tmp_path, [(script(tmp_path), {**allocation, "SLURM_JOB_NAME": "bash"})])
+    found = check(tmp_path, ended, "tp 2", 2)
+    for name, value in one_device.items():
+        assert found[name] == pytest.approx(value, rel=1e-5)
+
+
+def test_lines_of_a_prompt_run_from_a_file(tmp_path: Path, one_device: dict[str, float]) -> None:
+    lines = (
+        "import sys",
+        f"sys.argv[1:] = {script(tmp_path)[1:]}",
+        "from tests.contract.train_script import main",
+        "main()",
+    )
+    text = "\n".join([*lines, ""])
+    prompt = subprocess.run(
+        [sys.executable, "-i"],
+        input=text,
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert "2 devices need 2 processes" in prompt.stderr
+    assert "`%%writefile train.py` and run `!python train.py`" in prompt.stderr
+    (tmp_path / "train.py").write_text(text)
+    found = check(tmp_path, run(tmp_path, [(["train.py"], {})]), "tp 2", 2)
+    for name, value in one_device.items():
+        assert found[name] == pytest.approx(value, rel=1e-5)

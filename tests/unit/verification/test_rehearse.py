@@ -138,6 +138,17 @@ def left_behind(sizes):
     return error, dist.is_initialized(), places() == before, float(tensor.sum())
 
 
+def beside_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return left_behind(CUBE)[0]
+
+
+def test_a_process_group_is_refused():
+    """What follows rehearses in a process without one, as the refusal advises."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert "there is one. [lightning-par explain LP914]" in pool.apply(beside_a_group)
+
+
 @pytest.mark.parametrize("sizes", [CUBE, {**CUBE, "num_microbatches": 7}], ids=["ran", "refused"])
 def test_nothing_is_left_behind(sizes):
     with multiprocessing.get_context("fork").Pool(1) as pool:
