@@ -1,6 +1,6 @@
 """Advice of the error codes of checkpoints, memory, processes and options, and its tests."""
 
-from tests.support.proofs import FILE, NOT_YET, ONE, OUTSIDE, VALUE
+from tests.support.proofs import FILE, ONE, OUTSIDE, VALUE
 
 RUNS: dict[str, dict[str, str]] = {
     # Checkpoints
@@ -113,7 +113,24 @@ RUNS: dict[str, dict[str, str]] = {
         "broadcast a decision": "cures_of_steps::a_decision_that_is_broadcast",
     },
     # Proofs and versions
-    "LP801": {"what the verdict names": NOT_YET, "verify=False": NOT_YET},
+    "LP801": {
+        "num_microbatches=1": "cures_of_proofs::weights_that_no_entry_gives",
+        "sequence_parallel=False": "cures_of_proofs::a_pool_over_tokens",
+        "another style": "cures_of_proofs::a_style_that_sums_no_gradient",
+        "without hooks on weights": "cures_of_proofs::a_hook_on_a_weight",
+        "an optimizer that works entry by entry": (
+            "cures_of_proofs::an_optimizer_that_divides_by_a_norm"
+        ),
+        "without hooks that change gradients": (
+            "cures_of_proofs::a_hook_that_scales_parts_of_gradients"
+        ),
+        "the learning rate of one process": (
+            "cures_of_proofs::a_learning_rate_by_the_size_of_a_group"
+        ),
+        "verify=False": (
+            "cures_of_proofs::test_a_run_trains_on_in_spite_of_a_difference_if_nothing_is_proved"
+        ),
+    },
     "LP802": {"as many samples as the message says": VALUE},
     "LP803": {"a version that was tested": OUTSIDE},
     "LP804": {

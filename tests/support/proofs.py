@@ -10,8 +10,7 @@ VALUE = "gives a value, a size or a name that exists, as every other run does"
 ONE = "leaves the axis, the option or the callback out, as every other run does"
 FILE = "gives a file or a folder that is whole"
 OUTSIDE = "changes the machine: a package, a compiler, a right, a host, a process"
-NOT_YET = "is applied by no test"
-REASONS = {VALUE, ONE, FILE, OUTSIDE, NOT_YET}
+REASONS = {VALUE, ONE, FILE, OUTSIDE}
 """What stands in the place of tests."""
 
 _TESTS = Path(__file__).resolve().parents[1]
