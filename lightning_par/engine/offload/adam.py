@@ -13,9 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["AdamRule", "AdamTensors"]
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["AdamRule", "AdamTensors", "check_optimizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +88,32 @@ class AdamTensors:
         master, mean, square, grad, out = (t[low:high] for t in tensors)
         first = self.first + low
         return AdamTensors(master=master, mean=mean, square=square, grad=grad, out=out, first=first)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that the kernels do not compute.
+
+    Raises:
+        ConfigurationError: It is not a plain Adam or AdamW.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ConfigurationError(
+            "LP604",
+            f"configure_optimizers gave {kind.__module__}.{kind.__name__}, but what is offloaded "
+            "is torch.optim.Adam or torch.optim.AdamW. Use one of them, or a strategy without "
+            "offloading, such as Hybrid3DStrategy(zero_stage=2).",
+        )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigurationError(
+            "LP604",
+            f"{kind.__name__} trains complex parameters, of which no kernel keeps the moments on "
+            "the host. Train two real parameters, or use a strategy without offloading, such as "
+            "Hybrid3DStrategy(zero_stage=2).",
+        )
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "LP604",
+            f"{kind.__name__}(amsgrad=True) is not offloaded: its kernel keeps two moments, and "
+            "amsgrad needs a third. Use amsgrad=False.",
+        )

@@ -29,51 +29,22 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_par.engine.offload.adam import AdamRule
+from lightning_par.engine.offload.adam import AdamRule, check_optimizer
 from lightning_par.engine.offload.copy_stream import CopyStream
 from lightning_par.engine.offload.gradient_accumulation import HostSums
-from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor
+from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor, PendingStates
 from lightning_par.engine.offload.host_storage import allocate, offloaded_parameters
 from lightning_par.engine.offload.offload_state import NEXT_STATES, OffloadState
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
-from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
+from lightning_par.errors import CheckpointError, OffloadError
 
-__all__ = ["HostOptimizer", "check_optimizer"]
+__all__ = ["HostOptimizer"]
 
 _Bucket = list[HostParameter]
 _COMPARED_STEPS = 3
 """First steps before which parameters are compared with their masters, which reads them once."""
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that the kernels do not compute.
-
-    Raises:
-        ConfigurationError: It is not a plain Adam or AdamW.
-    """
-    kind = type(optimizer)
-    if kind not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ConfigurationError(
-            "LP604",
-            f"configure_optimizers gave {kind.__module__}.{kind.__name__}, but what is offloaded "
-            "is torch.optim.Adam or torch.optim.AdamW. Use one of them, or a strategy without "
-            "offloading, such as Hybrid3DStrategy(zero_stage=2).",
-        )
-    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigurationError(
-            "LP604",
-            f"{kind.__name__} trains complex parameters, of which no kernel keeps the moments on "
-            "the host. Train two real parameters, or use a strategy without offloading, such as "
-            "Hybrid3DStrategy(zero_stage=2).",
-        )
-    if any(group["amsgrad"] for group in optimizer.param_groups):
-        raise ConfigurationError(
-            "LP604",
-            f"{kind.__name__}(amsgrad=True) is not offloaded: its kernel keeps two moments, and "
-            "amsgrad needs a third. Use amsgrad=False.",
-        )
 
 
 class HostOptimizer:
@@ -268,10 +239,21 @@ class HostOptimizer:
         self._publish()
         if self.state is OffloadState.DELAYED:
             self._enter(OffloadState.IDLE)
-        for parameter, held in self._held.items():
-            states = held.states()
-            if states:
-                self._optimizer.state[parameter] = states
+        for held in self._held.values():
+            if held.step:
+                self._show_states(held)
+
+    def _show_states(self, held: HostParameter) -> None:
+        """Put the states of a parameter into the user's optimizer, where hooks read them."""
+        states = held.states()
+        if self._options.delayed_update is not False:
+            states = PendingStates(states, self._wait)
+        self._optimizer.state[held.parameter] = states
+
+    def _wait(self) -> None:
+        """Wait until the submitted updates are computed; they are not published."""
+        for _, future, _ in self._submitted:
+            future.result()
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return this rank's shards of the gradients that wait for their update, on the host.
@@ -453,6 +435,9 @@ class HostOptimizer:
             updates = [held.next_update(rules[held.parameter], self._slot) for held in bucket]
             future = self._worker.submit(copied, updates, scale, largest)
             self._submitted.append((bucket, future, self._slot))
+            for held in bucket:
+                if not self._optimizer.state.get(held.parameter):
+                    self._show_states(held)
         self._closed = []
 
     def _after_step(self, *_: Any) -> None:

@@ -8,13 +8,14 @@ Note [One slot]: the kernel writes the new parameter over the gradient that it h
 slot of the parameter's size serves both ways.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_par.engine.master_weights import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
@@ -24,7 +25,7 @@ from lightning_par.errors import OffloadError
 from lightning_par.upstream.dtensor import sharded_like
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["HostParameter", "local_tensor", "wide_dtype"]
+__all__ = ["HostParameter", "PendingStates", "local_tensor", "wide_dtype"]
 
 
 @torch.no_grad()
@@ -197,3 +198,41 @@ class HostParameter:
         # of this rank's shard, and of the DTensor around it, which a user changes.
         local = self.local
         return local.data_ptr(), count_of_changes(local), count_of_changes(self.parameter)
+
+
+class PendingStates(dict[str, Any]):
+    """States of a parameter whose delayed update may be under way; whoever reads them waits for it.
+
+    Args:
+        states: Name of a state -> its value.
+        wait: Waits for the updates.
+    """
+
+    def __init__(self, states: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        super().__init__(states)
+        self._wait = wait
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        self._wait()
+        return super().__getitem__(name)
+
+    @override
+    def get(self, name: str, default: Any = None) -> Any:
+        self._wait()
+        return super().get(name, default)
+
+    @override
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    @override
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    @override
+    def __reduce__(self) -> Any:
+        """Give a copy, or a file, the states alone."""
+        return dict, (dict(self.items()),)

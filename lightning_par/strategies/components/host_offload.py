@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_par.engine.offload.adam import check_optimizer
 from lightning_par.engine.offload.cpu_kernels import choose_kernel
-from lightning_par.engine.offload.host_optimizer import check_optimizer, HostOptimizer
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError

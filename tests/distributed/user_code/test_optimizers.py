@@ -372,6 +372,30 @@ def averages_shown_after_the_run() -> Any:
     return Module(), token_pairs()
 
 
+class ReadsStates(PlainModule):
+    """Sets its learning rate by what the optimizer keeps, in each of the ways to read it."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+    def on_train_start(self) -> None:
+        states = self.trainer.optimizers[0].state
+        self.lr = 0.01 + sum(len(states[p]) for p in self.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        states = [optimizer.state[p] for p in self.parameters()]
+        total = sum(float(state["exp_avg_sq"].sum()) for state in states)
+        total += sum(float(state["step"]) for state in optimizer.state.values())
+        total += float(states[0].get("exp_avg").abs().sum())
+        optimizer.param_groups[0]["lr"] = self.lr + 1e-3 * total
+
+
+@CASES.add(equal="zero2_offload zero3", large="tp2 zero1 zero2")
+def states_that_hooks_read() -> Any:
+    return ReadsStates(), token_pairs()
+
+
 def of_processes(rate: Callable[[Any], float]) -> Any:
     class Module(PlainModule):
         def configure_optimizers(self) -> Any:

@@ -1,5 +1,6 @@
 """A host optimizer by itself: one process, plain parameters, no Trainer."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -196,6 +197,23 @@ def test_value_given_behind_a_delayed_update_is_refused() -> None:
         for look in (host.flush, partial(host.begin, 1, streams=False, largest=float("inf"))):
             with pytest.raises(OffloadError, match=r"shape \(7,\) was changed while its delayed"):
                 look()
+
+
+def test_states_of_a_delayed_update_are_complete_where_they_are_read() -> None:
+    """Which the parameters are not yet."""
+    model, plain = network(), network()
+    optimizer, other = (torch.optim.AdamW(m.parameters(), **OPTIONS) for m in (model, plain))
+    before = [p.detach().clone() for p in model.parameters()]
+    plain(batch(0)).sum().backward()
+    other.step()
+    with on_host(optimizer, delayed_update=0) as host:
+        step_on_host(host, optimizer, 0, model(batch(0)).sum())
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            found, wanted = optimizer.state[mine], other.state[theirs]
+            for name, value in wanted.items():
+                close([found[name], found.get(name), copy.deepcopy(found)[name]], [value] * 3)
+            close(list(found.values()), [dict(found.items())[name] for name in found])
+        close(list(model.parameters()), before)
 
 
 class Recomputed(nn.Module):
