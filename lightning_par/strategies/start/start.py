@@ -43,6 +43,7 @@ from lightning_par.strategies.step.batch_statistics import check_batch_statistic
 from lightning_par.strategies.step.metrics import LookAtMetrics
 from lightning_par.strategies.step.pipelined_step import StepContext
 from lightning_par.strategies.step.runner import EvaluationStep, StepRunner
+from lightning_par.strategies.step.skipped_step import gives_none_alone
 from lightning_par.strategies.step.step_report import StepReport
 
 __all__ = ["RunStart"]
@@ -78,6 +79,10 @@ class RunStart:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
         self._decisions, self._evaluations = decisions, evaluations
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
+        if (mesh.sizes.pipeline > 1 or mesh.sizes.shares > 1) and gives_none_alone(module):
+            code = "LP406" if mesh.sizes.pipeline > 1 else "LP318"
+            told = f"a step that gives None for its part of a batch ends the run ({code})"
+            decisions.add("batches left out", told)
         self.after_look: dict[int, Callable[[], None]] = {}
         weigher, has_values = steps.weigher, steps.world.has_values
         given = weigher, steps.form, decisions, steps.count, has_values

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["SkippedSteps", "may_skip"]
+__all__ = ["SkippedSteps", "gives_none_alone", "may_skip"]
 
 _CURE = (
     "To leave out a batch by its data, leave its samples out of the data set (a collate_fn has to "
@@ -89,8 +89,26 @@ def may_skip(module: pl.LightningModule) -> bool:
     Args:
         module: Its methods that give what the step gives are read, too.
     """
+    values = [value for tree in _trees(module) for value in _returned(tree)]
+    skips = any(value is None or any(map(_is_nothing, ast.walk(value))) for value in values)
+    return skips and _asks_others(module)
+
+
+def gives_none_alone(module: pl.LightningModule) -> bool:
+    """Whether the code of a `training_step` returns None by itself, without asking the others.
+
+    Args:
+        module: Its methods that give what the step gives are read, too.
+    """
+    values = (value for tree in _trees(module) for value in _returned(tree))
+    is_none = any(isinstance(v, ast.Constant) and v.value is None for v in values)
+    return module.automatic_optimization and is_none and not _asks_others(module)
+
+
+def _trees(module: pl.LightningModule) -> Iterator[ast.AST]:
+    """Yield the code of `training_step`, and of the methods that give what it gives."""
     seen: set[str] = set()
-    names, agrees, skips = ["training_step"], False, False
+    names = ["training_step"]
     while names:
         name = names.pop()
         if name in seen:
@@ -99,15 +117,14 @@ def may_skip(module: pl.LightningModule) -> bool:
         tree = _code_of(getattr(type(module), name, None))
         if tree is None:
             continue
-        agrees |= any(
-            isinstance(n, ast.Attribute) and n.attr == "all_gather" for n in ast.walk(tree)
-        )
-        for value in _returned(tree):
-            skips |= value is None or any(map(_is_nothing, ast.walk(value)))
-            if value is None:
-                continue
+        yield tree
+        for value in filter(None, _returned(tree)):
             names += [c.func.attr for c in ast.walk(value) if _is_own_call(c)]  # type: ignore[attr-defined]
-    return agrees and skips
+
+
+def _asks_others(module: pl.LightningModule) -> bool:
+    nodes = (node for tree in _trees(module) for node in ast.walk(tree))
+    return any(isinstance(n, ast.Attribute) and n.attr == "all_gather" for n in nodes)
 
 
 def _code_of(function: Callable[..., Any] | None) -> ast.AST | None:

@@ -271,3 +271,50 @@ def objects_of_a_class_of_a_function() -> Any:
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
     CASES.check(case, layout, refusal)
+
+
+class LeavesOut(PlainModule):
+    """May give None, by a method of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.checked(batch, batch_idx)
+
+    def checked(self, batch: Any, batch_idx: int) -> Any:
+        if not batch[0].any():
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class LeavesOutTogether(LeavesOut):
+    """Asks the other replicas."""
+
+    def checked(self, batch: Any, batch_idx: int) -> Any:
+        if self.all_gather(~batch[0].any()).any():
+            return None
+        return PlainModule.training_step(self, batch, batch_idx)
+
+
+def _decided(rank: int, world: int, layout: str, kind: type[PlainModule]) -> str:
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=1)
+    trainer.fit(kind(), DataLoader(token_pairs(), 4))
+    return str(strategy.processes.decisions)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "code"),
+    [
+        ("zero1", LeavesOut, "LP318"),
+        ("pp2", LeavesOut, "LP406"),
+        ("tp2", LeavesOut, None),
+        ("zero1", LeavesOutTogether, None),
+        ("zero1", PlainModule, None),
+    ],
+)
+def test_a_run_says_before_its_first_step_what_none_would_do(
+    layout: str, kind: type[PlainModule], code: str | None
+) -> None:
+    told = f"a step that gives None for its part of a batch ends the run ({code})"
+    for decided in run_ranks(_decided, 2, layout, kind, timeout=120):
+        assert ("batches left out" in decided) == (code is not None)
+        assert code is None or told in decided
