@@ -17,7 +17,7 @@ from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.start.causes import (
+from lightning_par.strategies.proof.causes import (
     causes_of_dropout,
     find_causes,
     Findings,

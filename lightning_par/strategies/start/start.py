@@ -27,15 +27,15 @@ from lightning_par.strategies.components.certificate import write_certificate
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.evaluation_proof import EvaluationProof
+from lightning_par.strategies.proof.silence import silent
+from lightning_par.strategies.proof.step_proof import LARGEST, StepProof
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
-from lightning_par.strategies.start.evaluation_proof import EvaluationProof
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
-from lightning_par.strategies.start.silence import silent
-from lightning_par.strategies.start.step_proof import LARGEST, StepProof
 from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.world_size import compares_world_sizes

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import Hybrid3DStrategy, ParallelPlan
 from lightning_par.errors import LightningParError
-from lightning_par.strategies.start.one_process import GivenStep
+from lightning_par.strategies.proof.one_process import GivenStep
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks

@@ -22,8 +22,8 @@ from lightning_par.observe.compare import (
 from lightning_par.observe.modes import WithoutDropout
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.strategies.data.joined_batch import CannotJoinError, join_batches
-from lightning_par.strategies.start.one_process import GivenStep, run_alone
-from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.strategies.proof.one_process import GivenStep, run_alone
+from lightning_par.strategies.proof.skeleton import Skeleton
 from tests.support.parity import quiet_trainer
 
 CPU = torch.device("cpu")

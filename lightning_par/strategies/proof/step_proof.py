@@ -1,5 +1,5 @@
 """Watches optimizer steps of a run, the first and those asked for, and proves them; see Note [Order
-of a start].
+of a proof].
 """
 
 import functools
@@ -23,17 +23,17 @@ from lightning_par.observe.outside import outside_state
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.start.gathering import (
+from lightning_par.strategies.proof.gathering import (
     gather_batches,
     gather_state,
     gather_tensors,
     mean_over,
 )
-from lightning_par.strategies.start.judge import CannotProveError, Judge, numbers_of, REHEARSE
-from lightning_par.strategies.start.one_process import GivenStep
-from lightning_par.strategies.start.second_step import rehearsed
-from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.strategies.proof.judge import CannotProveError, Judge, numbers_of, REHEARSE
+from lightning_par.strategies.proof.one_process import GivenStep
+from lightning_par.strategies.proof.second_step import rehearsed
+from lightning_par.strategies.proof.skeleton import Skeleton
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 from lightning_par.strategies.step.batch_weights import weigh
 

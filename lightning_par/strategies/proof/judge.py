@@ -29,10 +29,10 @@ from lightning_par.strategies.data.joined_batch import (
 )
 from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACROSS
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.causes import explain, Findings
+from lightning_par.strategies.proof.one_process import GivenStep, run_alone
+from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.start.causes import explain, Findings
-from lightning_par.strategies.start.one_process import GivenStep, run_alone
-from lightning_par.strategies.start.skeleton import Skeleton
 
 __all__ = ["REHEARSE", "CannotProveError", "Judge", "numbers_of"]
 

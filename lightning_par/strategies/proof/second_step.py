@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.observe.isolate import isolated
 from lightning_par.observe.modes import WithoutDropout
+from lightning_par.strategies.proof.silence import silent
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.start.silence import silent
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
 

@@ -37,9 +37,9 @@ from lightning_par.engine.rng import (
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.observe.outside import outside_kept
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
+from lightning_par.strategies.proof.silence import silent
+from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
-from lightning_par.strategies.start.silence import silent
-from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.step_traces import LogCall, logs_off, noted_logs
 from lightning_par.upstream.functions import replaced
