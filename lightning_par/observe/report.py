@@ -1,5 +1,6 @@
 """What a run computed in an optimizer step, on the mesh or on one process."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ class StartValues:
         tensors: Name -> value of every parameter and buffer, whole; on rank 0.
         global_step: Optimizer steps so far; more than 0 after a checkpoint was loaded.
         epoch: Number of the epoch.
+        batch: Number of the first batch in its epoch.
         continues: Whether optimizers and schedulers have taken steps already.
         learns: Whether a learning rate is not 0.
         groups: Numbers of every group of parameters of the optimizers, such as learning rates.
@@ -32,6 +34,7 @@ class StartValues:
     groups: Sequence[Mapping[str, float]] = ()
     put_outside: Callable[[], None] = lambda: None
     is_later: bool = False
+    batch: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,6 +61,25 @@ class StepRecord:
     draws: bool = False
     written: set[str] = field(default_factory=set)
     error: BaseException | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every loss and gradient is."""
+        found = [g for gradients in self.gradients for g in (gradients or {}).values()]
+        return all(map(math.isfinite, self.losses)) and all(bool(g.isfinite().all()) for g in found)
+
+    def add(self, other: "StepRecord") -> None:
+        """Add another batch of the same step: its loss after the others, its gradients to theirs.
+
+        Args:
+            other: Of one backward.
+        """
+        gradients = dict(other.gradients[-1] or {})
+        for name, gradient in ((self.gradients or [None])[-1] or {}).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        self.gradients = [None] * len(self.losses) + [gradients]
+        self.losses += other.losses
+        self.draws |= other.draws
 
 
 @dataclass(kw_only=True, eq=False)

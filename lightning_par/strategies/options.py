@@ -30,6 +30,8 @@ __all__ = ["CHECKPOINT_FORMATS", "MeshOptions"]
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _NONFINITE = ("raise", "skip", "ignore")
 _VERIFY = ("auto", "first_step", True, False)
+_SHARE = 0.01
+"""Share of the time of a run that ``verify="auto"`` leaves to proofs."""
 CHECKPOINT_FORMATS = ("auto", "file", "folder")
 """Values of `checkpoint_format`."""
 
@@ -111,17 +113,27 @@ class MeshOptions:
             raise ConfigurationError(
                 "LP902", f"on_nonfinite={self.on_nonfinite!r} must be {valid}."
             )
-        if self.verify not in _VERIFY and self.verify_every is None:
-            valid = either([*map(repr, _VERIFY), "'every 500', or another number of steps"])
+        if not (self.verify in _VERIFY or self.verify_every or self.verify_share):
+            cadences = "'every 500' (a number of steps)", "'2 %' (a share of the run's time)"
+            valid = either([*map(repr, _VERIFY), *cadences])
             raise ConfigurationError("LP902", f"verify={self.verify!r} must be {valid}.")
         for name, value in read.items():
             object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
 
     @property
     def verify_every(self) -> int | None:
-        """Optimizer steps after which one is proved again; None: only the first is."""
+        """Optimizer steps after which one is proved again; None: no such number is given."""
         found = re.fullmatch(r"every ([1-9]\d*)", str(self.verify))
         return int(found[1]) if found else None
+
+    @property
+    def verify_share(self) -> float | None:
+        """Share of the time of a run that proofs of later steps may take; None: none is given."""
+        if self.verify == "auto":
+            return _SHARE
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", str(self.verify))
+        share = float(found[1]) / 100 if found else 0.0
+        return share if 0 < share < 1 else None
 
     def _read_checkpoint_format(self) -> str:
         """Return the form of checkpoints, from its own option or from that of Lightning."""

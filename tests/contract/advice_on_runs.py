@@ -148,6 +148,13 @@ RUNS: dict[str, dict[str, str]] = {
         ),
     },
     "LP806": {"the directory of a run that has ended": FILE},
+    "LP807": {
+        "leave the device out": OUTSIDE,
+        "write on every rank": (
+            "distributed/test_equal_copies.py::"
+            "test_a_weight_is_written_on_one_rank_or_on_every_rank"
+        ),
+    },
     # Options, commands, models and data
     "LP901": {"a name of the list": VALUE},
     "LP902": {"a value of the list": VALUE},

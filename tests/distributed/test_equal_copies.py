@@ -101,6 +101,23 @@ def test_a_run_without_a_fault_or_without_proofs_goes_to_its_end() -> None:
     assert run_ranks(_train, 2, "tp", "net.norm.weight", verify=False, timeout=120) == [""] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_bit_and_the_order_of_entries_count(dtype: torch.dtype) -> None:
+    width = torch.empty((), dtype=dtype).element_size() * 8
+    bits = torch.arange(1, 5).to({64: torch.int64, 32: torch.int32, 16: torch.int16}[width])
+
+    def checksum(tensor: torch.Tensor) -> int:
+        held = tensor.view(dtype)
+        return int(equal_copies._Piece(name="", tensor=held, start=0, count=4).checksum())
+
+    assert checksum(bits) != checksum(bits.flip(0))
+    for place in range(4):
+        for bit in range(width):
+            flipped = bits.clone()
+            flipped[place] ^= torch.tensor(1, dtype=bits.dtype) << bit
+            assert checksum(flipped) != checksum(bits), (place, bit)
+
+
 def test_large_tensors_are_compared_in_parts_and_in_turn() -> None:
     named = {"a": torch.zeros(5), "b": torch.zeros(7), "c": torch.zeros(1)}
     turns = equal_copies._in_turn(named, 4)

@@ -9,7 +9,7 @@ few tensors, and the ranks compare them. The checksums travel while the step com
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -22,12 +22,17 @@ from lightning_par.dtensor import local_box, local_part
 from lightning_par.errors import VerificationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["EqualCopies"]
+__all__ = ["EqualCopies", "differing_copies"]
 
 _EVERY = 16
 """Optimizer steps from one comparison to the next."""
 _ENTRIES = {"cpu": 2**18, "cuda": 2**22}
 """Entries of which a rank takes checksums in one comparison, for each axis."""
+_REPLICAS = ("dp_replicate", "dp_shard")
+# On CUDA, kernels that add in any order give tensor-parallel ranks other roundings of gradients
+# that each computes by itself.
+_AXES = {"cpu": (*_REPLICAS, "cp", "tp"), "cuda": (*_REPLICAS, "cp")}
+"""Axes along which weights that are not divided have the same bits."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,8 +56,9 @@ class _Piece:
         """Return a number of the bits, int64 [], on the device of the tensor."""
         flat = local_part(self.tensor).detach().reshape(-1)[self.start : self.start + self.count]
         bits = flat.view(_BITS[flat.element_size()]).long()
-        # Weighed by place, so that two entries that change places differ, too; it may overflow.
-        return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+        # Weighed by place, so that two entries that change places differ, too; it may overflow. An
+        # even weight would lose the highest bit of 64.
+        return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
 
 
 class EqualCopies:
@@ -97,29 +103,9 @@ class EqualCopies:
 
     def _find_turns(self) -> dict[str, Iterator[list[_Piece]]]:
         """Return, for each axis along which there are copies, the pieces of each comparison."""
-        named = self._module.named_parameters()
-        held = {n: p for n, p in named if _is_plain(p) and local_part(p).numel()}
-        keys = [crc32(f"{local_box(n, p)} {p.dtype}".encode()) for n, p in held.items()]
-        axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if self._is_divided(axis)]
-        if self._device.type == "cpu" and self._is_divided("tp"):
-            # On CUDA, kernels that add in any order give the ranks other roundings of gradients
-            # that each computes by itself.
-            axes.append("tp")
-        turns = {}
-        for axis in axes:
-            group = self._mesh.group(axis)
-            every: list[list[int]] = [keys] * group.size()
-            dist.all_gather_object(every, keys, group=group)
-            if len({len(each) for each in every}) > 1:
-                continue  # stages with other parameters, which hold no copies
-            alike = [len(set(found)) == 1 for found in zip(*every, strict=True)]
-            chosen = {n: p for (n, p), same in zip(held.items(), alike, strict=True) if same}
-            if chosen:
-                turns[axis] = _in_turn(chosen, _ENTRIES[self._device.type])
-        return turns
-
-    def _is_divided(self, axis: str) -> bool:
-        return self._mesh.group(axis).size() > 1
+        named, kind = dict(self._module.named_parameters()), self._device.type
+        copies = _find_copies(named, self._mesh, _AXES[kind])
+        return {axis: _in_turn(chosen, _ENTRIES[kind]) for axis, chosen in copies.items()}
 
     def _compare(self) -> Iterator[None]:
         """Send checksums; in the next step compare them, and in the one after that raise."""
@@ -133,44 +119,101 @@ class EqualCopies:
         told: list[str] = []
         for axis, pieces, every, work in sent:
             work.wait()
-            told += self._differences(axis, pieces, torch.stack(every).tolist())
+            told += _differences(axis, self._mesh, pieces, torch.stack(every).tolist())
         flag = torch.tensor(len(told), device=self._device)
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
         yield
         work.wait()
         if int(flag):
-            self._refuse(told)
+            raise VerificationError(
+                "LP805",
+                f"copies of weights differ: {_join(told)}. Either code writes to weights on some "
+                "ranks only, such as a callback inside of `if trainer.is_global_zero`: write on "
+                "every rank; or the memory of a device is faulty: go on from the last checkpoint "
+                "without that device. The difference arose after the comparison before this one; "
+                "verify=False compares nothing.",
+            )
 
-    def _differences(
-        self, axis: str, pieces: list[_Piece], every: list[list[int]]
-    ) -> Iterator[str]:
-        """Give what differs along an axis, and on which ranks."""
-        ranks = dist.get_process_group_ranks(self._mesh.group(axis))
-        for piece, found in zip(pieces, zip(*every, strict=True), strict=True):
-            (most, count), *others = Counter(found).most_common()
-            if not others:
-                continue
-            if count > len(ranks) // 2:
-                other = [r for r, value in zip(ranks, found, strict=True) if value != most]
-                where = f"{_said(other)} other values than the other {count} ranks"
-            else:
-                where = f"{_said(ranks)} {1 + len(others)} different values"
-            yield f"{piece.name}, of which the ranks of {axis} hold copies: {where}"
 
-    def _refuse(self, told: list[str]) -> None:
-        every: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size()
-        dist.all_gather_object(every, (socket.gethostname(), told))
-        hosts = ", ".join(dict.fromkeys(host for host, found in every if found))
-        lines = list(dict.fromkeys(line for _, found in every for line in found))
-        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
-        raise VerificationError(
-            "LP805",
-            f"copies of weights differ: {'; '.join(lines[:3])}{more} (host {hosts}). Either code "
-            "writes to weights on some ranks only, such as a callback inside of "
-            "`if trainer.is_global_zero`: write on every rank; or the memory of a device is "
-            "faulty: go on from the last checkpoint without that device. The difference arose "
-            "after the comparison before this one; verify=False compares nothing.",
-        )
+def differing_copies(module: nn.Module, mesh: ParallelMesh, device: torch.device) -> str:
+    """Compare all copies of parameters at once, and of buffers between replicas.
+
+    Args:
+        module: See `EqualCopies`.
+        mesh: Mesh of this run.
+        device: Device of this rank.
+
+    Returns:
+        Which differ, on which ranks and hosts, the same text on every rank; empty: none does.
+
+    **Communicates**: a number for each tensor over each axis along which there are copies, and the
+    text over all ranks.
+    """
+    told: list[str] = []
+    parameters = module.named_parameters(), _AXES[device.type]
+    for named, axes in (parameters, (module.named_buffers(), _REPLICAS)):
+        for axis, copies in _find_copies(dict(named), mesh, axes).items():
+            pieces = [
+                _Piece(name=name, tensor=tensor, start=0, count=local_part(tensor).numel())
+                for name, tensor in copies.items()
+            ]
+            own = [int(piece.checksum()) for piece in pieces]
+            every = [own] * mesh.group(axis).size()
+            dist.all_gather_object(every, own, group=mesh.group(axis))
+            told += _differences(axis, mesh, pieces, every)
+    return _join(dict.fromkeys(told))
+
+
+def _find_copies(
+    named: Mapping[str, Tensor], mesh: ParallelMesh, axes: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Return, for each axis along which there are copies, name -> tensor of these."""
+    held = {n: p for n, p in named.items() if _is_plain(p) and local_part(p).numel()}
+    keys = [crc32(f"{local_box(n, p)} {p.dtype}".encode()) for n, p in held.items()]
+    copies = {}
+    for axis in axes:
+        group = mesh.group(axis)
+        if group.size() == 1:
+            continue
+        every: list[list[int]] = [keys] * group.size()
+        dist.all_gather_object(every, keys, group=group)
+        if len({len(each) for each in every}) > 1:
+            continue  # stages with other parameters, which hold no copies
+        alike = [len(set(found)) == 1 for found in zip(*every, strict=True)]
+        chosen = {n: p for (n, p), same in zip(held.items(), alike, strict=True) if same}
+        if chosen:
+            copies[axis] = chosen
+    return copies
+
+
+def _differences(
+    axis: str, mesh: ParallelMesh, pieces: Sequence[_Piece], every: Sequence[Sequence[int]]
+) -> Iterator[str]:
+    """Give what differs along an axis, and on which ranks."""
+    ranks = dist.get_process_group_ranks(mesh.group(axis))
+    for piece, found in zip(pieces, zip(*every, strict=True), strict=True):
+        (most, count), *others = Counter(found).most_common()
+        if not others:
+            continue
+        if count > len(ranks) // 2:
+            other = [r for r, value in zip(ranks, found, strict=True) if value != most]
+            where = f"{_said(other)} other values than the other {count} ranks"
+        else:
+            where = f"{_said(ranks)} {1 + len(others)} different values"
+        yield f"{piece.name}, of which the ranks of {axis} hold copies: {where}"
+
+
+def _join(told: Iterable[str]) -> str:
+    """Return what any rank has seen to differ, with the hosts; empty: nothing.
+
+    **Communicates**: the texts, over all ranks.
+    """
+    every: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), list(told)))
+    hosts = ", ".join(dict.fromkeys(host for host, found in every if found))
+    lines = list(dict.fromkeys(line for _, found in every for line in found))
+    more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+    return f"{'; '.join(lines[:3])}{more} (host {hosts})" if lines else ""
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -184,8 +227,7 @@ def _is_plain(parameter: Tensor) -> bool:
 def _in_turn(named: Mapping[str, Tensor], most: int) -> Iterator[list[_Piece]]:
     """Give pieces of at most so many entries together, and begin again after the last ones."""
     while True:
-        chosen: list[_Piece] = []
-        room = most
+        chosen, room = list[_Piece](), most
         for name, parameter in named.items():
             size, start = local_part(parameter).numel(), 0
             while start < size:
@@ -199,6 +241,6 @@ def _in_turn(named: Mapping[str, Tensor], most: int) -> Iterator[list[_Piece]]:
             yield chosen
 
 
-def _said(ranks: list[int]) -> str:
+def _said(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {named} holds" if len(ranks) == 1 else f"ranks {named} hold"

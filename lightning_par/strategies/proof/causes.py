@@ -44,6 +44,7 @@ class Findings:
         unstyled: FQNs of parameters that no tensor style matches.
         copies: FQNs of the unsharded parameters whose gradients differ among tensor-parallel ranks.
         unsummed: FQNs of those whose gradients sum up to that of one process.
+        again: What the same forward and backward has shown once more.
     """
 
     sizes: ParallelSizes
@@ -57,6 +58,7 @@ class Findings:
     unstyled: Sequence[str] = ()
     copies: Sequence[str] = ()
     unsummed: Sequence[str] = ()
+    again: str = ""
 
 
 _COMPARED = {
@@ -101,6 +103,8 @@ def explain(difference: Difference, found: Findings) -> str:
 def _facts(difference: Difference, found: Findings) -> Iterator[str]:
     """Yield what was seen in the step."""
     kind, name = difference.kind, difference.name
+    if found.again:
+        yield found.again
     if found.draws:
         yield (
             "the step draws random numbers besides dropout, and one process draws others. Draw "

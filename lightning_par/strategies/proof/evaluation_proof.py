@@ -22,11 +22,11 @@ from lightning_par.observe.compare import Difference, first_beyond, measure_valu
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.data.joined_batch import join_batches, samples_of
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.proof.gathering import gather_batches, gather_state
-from lightning_par.strategies.proof.judge import CannotProveError, Judge
+from lightning_par.strategies.proof.gathering import from_first, gather_batches, gather_state
+from lightning_par.strategies.proof.judge import agree, CannotProveError, Judge
 from lightning_par.strategies.proof.one_process import evaluate_alone, GivenStep
 from lightning_par.strategies.proof.skeleton import Skeleton
-from lightning_par.strategies.proof.step_proof import agree, from_first, NOT_PROVED, reason_of_run
+from lightning_par.strategies.proof.step_proof import NOT_PROVED, reason_of_run
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.metrics import MetricsOfBatch, OF_METRIC
 from lightning_par.strategies.step.runner import EvaluationStep
@@ -135,9 +135,8 @@ class EvaluationProof:
     ) -> _Batch:
         """Run the step on one process, on rank 0."""
         module, mesh = model.module, model.mesh
-        model.sharding.release()
         start = StartValues(
-            tensors=gather_state(module, model.resolved.canonical, mesh),
+            tensors=gather_state(model),
             global_step=module.global_step,
             epoch=module.current_epoch,
             continues=False,

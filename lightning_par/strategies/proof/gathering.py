@@ -6,17 +6,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import Tensor
 
 from lightning_par.dtensor import full_tensors
-from lightning_par.engine.tensor_tree import to_cpu
+from lightning_par.engine.tensor_tree import broadcast_object, to_cpu
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.batch_weights import weigh
 
-__all__ = ["gather_batches", "gather_state", "gather_tensors", "mean_over"]
+__all__ = [
+    "from_first",
+    "gather_batches",
+    "gather_gradients",
+    "gather_state",
+    "global_loss",
+]
 
 
 @torch.no_grad()
-def gather_tensors(
+def _gather_tensors(
     named: Iterable[tuple[str, Tensor | None]], canonical: Mapping[str, str], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
     """Return the tensors of all stages, whole and copied to the CPU, on rank 0; elsewhere nothing.
@@ -43,21 +51,33 @@ def gather_tensors(
     return merged
 
 
-def gather_state(
-    module: nn.Module, canonical: Mapping[str, str], mesh: ParallelMesh
-) -> dict[str, Tensor]:
-    """Return all parameters and buffers likewise; gathered weights have to be released before.
+def gather_state(model: ParallelModel) -> dict[str, Tensor]:
+    """Return all parameters and buffers, whole and copied to the CPU, on rank 0; elsewhere nothing.
+
+    Lets go of gathered weights first.
 
     Args:
-        module: The module on the mesh.
-        canonical: See `gather_tensors`.
-        mesh: Mesh of this run.
+        model: The model on the mesh.
 
-    **Communicates**: as `gather_tensors`.
+    **Communicates**: as `_gather_tensors`.
     """
+    model.sharding.release()
+    canonical, module = model.resolved.canonical, model.module
     # A buffer under the name of a parameter stands for that of another stage.
     buffers = [(n, b) for n, b in module.named_buffers() if n not in canonical]
-    return gather_tensors((*module.named_parameters(), *buffers), canonical, mesh)
+    return _gather_tensors((*module.named_parameters(), *buffers), canonical, model.mesh)
+
+
+def gather_gradients(model: ParallelModel) -> dict[str, Tensor]:
+    """Return all gradients, whole and copied to the CPU, on rank 0; elsewhere nothing.
+
+    Args:
+        model: The model on the mesh.
+
+    **Communicates**: as `_gather_tensors`.
+    """
+    named = ((n, p.grad) for n, p in model.module.named_parameters())
+    return _gather_tensors(named, model.resolved.canonical, model.mesh)
 
 
 def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:
@@ -88,11 +108,31 @@ def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:
     return [batch for batch in map(pickle.loads, parts or ()) if batch is not None]
 
 
-def mean_over(value: Tensor, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the mean of a number over a group.
+def from_first(value: Any) -> Any:
+    """Return what rank 0 has, on every rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    return broadcast_object(value, 0, world)
+
+
+def global_loss(model: ParallelModel, weighted: Tensor, device: torch.device) -> float:
+    """Return the loss of the global batch.
+
+    Args:
+        model: The model on the mesh.
+        weighted: Loss of this rank, weighted.
+        device: That of this rank.
 
     **Communicates**: one all-reduce of one number.
     """
+    mesh, pipeline = model.mesh, model.steps.pipeline
+    if pipeline is None:
+        return _mean_over(weighted, mesh.token_group, device)
+    loss = weighted.detach().cpu().double()
+    return _mean_over(weigh(loss, pipeline.last_weight.cpu()), mesh.data_group, device)
+
+
+def _mean_over(value: Tensor, group: dist.ProcessGroup, device: torch.device) -> float:
     total = value.detach().to(device, torch.float64).reshape(())
     if group.size() > 1:
         total = total.clone()

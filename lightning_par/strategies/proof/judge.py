@@ -1,14 +1,16 @@
 """What rank 0 finds: the step on one process, and how that on the mesh differs from it."""
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.observe.compare import (
@@ -30,11 +32,12 @@ from lightning_par.strategies.data.joined_batch import (
 from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACROSS
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.causes import explain, Findings
+from lightning_par.strategies.proof.gathering import from_first
 from lightning_par.strategies.proof.one_process import GivenStep, run_alone
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
-__all__ = ["REHEARSE", "CannotProveError", "Judge", "numbers_of"]
+__all__ = ["REHEARSE", "CannotProveError", "Differs", "Judge", "agree", "numbers_of"]
 
 REHEARSE = "rehearse"
 """Verdict: random numbers may be all that differs; a rehearsal without dropout tells."""
@@ -50,7 +53,21 @@ class CannotProveError(Exception):
     """The steps cannot be compared; the text says why."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
+class Differs:
+    """Verdict: the step differs from that of one process.
+
+    Attributes:
+        text: Of the error.
+        kind: Of the `Difference`; "write": the forward writes to a parameter of which ranks hold
+            parts.
+    """
+
+    text: str
+    kind: str
+
+
+@dataclass(kw_only=True, eq=False)
 class Judge:
     """Takes a step on one process, and compares.
 
@@ -63,6 +80,8 @@ class Judge:
         given: What the step started from, with the batches of all replicas.
         noted: What the mesh computed.
         notes: What was not proved.
+        one: What one process computed, last.
+        difference: What differs most, once something does.
     """
 
     skeleton: Skeleton
@@ -73,9 +92,11 @@ class Judge:
     given: GivenStep
     noted: StepRecord
     notes: list[str] = field(default_factory=list)
+    one: StepRecord = field(default_factory=StepRecord)
+    difference: Difference | None = None
 
-    def judge(self) -> str | None:
-        """Return how the steps differ; None: they do not.
+    def judge(self) -> Differs | str | None:
+        """Return how the steps differ, or `REHEARSE`; None: they do not.
 
         Raises:
             CannotProveError: That is not known.
@@ -85,10 +106,10 @@ class Judge:
         if self.given.start.is_later:
             return self._judge_later()
         feeds = all(g is not None for g in self.noted.gradients[-1:])
-        one = self._run(gradients=self.noted.gradients if feeds else None)
+        one = self.one = self._run(gradients=self.noted.gradients if feeds else None)
         lost = self._lost_write(one)
         if lost is not None:
-            return lost
+            return Differs(text=lost, kind="write")
         if self.options.gradient_compression is not None:
             self.notes.append("gradients, which are compressed, are not compared")
         difference = self._compare_backwards(one)
@@ -100,40 +121,24 @@ class Judge:
         if update is not None:
             return self._explain(update, replace(one, draws=False))
         if difference is None:
-            self._check_motion(one)
+            if self.noted.is_finite:
+                self._check_motion(one)
             return None
-        return self._rehearse()
+        return REHEARSE
 
-    def _judge_later(self) -> str | None:
+    def _judge_later(self) -> Differs | str | None:
         """Compare losses and gradients of a step whose optimizers have states of steps before."""
-        one = self._run(backwards=len(self.noted.losses))
+        one = self.one = self._run(backwards=len(self.noted.losses))
         difference = self._compare_backwards(one)
         if difference is None:
             return None
-        return self._rehearse() if one.draws else self._explain(difference, one)
+        return REHEARSE if one.draws else self._explain(difference, one)
 
     def _compare_backwards(self, one: StepRecord) -> Difference | None:
         noted = self.noted
         if self.options.gradient_compression is not None:
             noted = replace(noted, gradients=[None] * len(noted.gradients))
         return first_beyond(measure_backwards(noted, one, self.tolerance))
-
-    def _rehearse(self) -> str:
-        """Ask for a second forward and backward without random numbers, which leaves no trace.
-
-        Raises:
-            CannotProveError: It would leave one.
-        """
-        options = self.options
-        if not (
-            self.model.module.automatic_optimization
-            and self.model.host is None
-            and options.gradient_compression is None
-            and options.compile_blocks is False
-            and getattr(self.plugin, "scaler", None) is None
-        ):
-            raise CannotProveError("the step draws random numbers")
-        return REHEARSE
 
     def _check_motion(self, one: StepRecord) -> None:
         """Note what an equal step does not show, as nothing moved.
@@ -178,27 +183,55 @@ class Judge:
                 )
         return None
 
-    def judge_rehearsal(self, mesh: StepRecord) -> str | None:
-        """Return how a step without dropout, after the first one, differs; None: it does not.
+    def judge_rehearsal(self, mesh: StepRecord, tensors: Mapping[str, Tensor]) -> Differs | None:
+        """Return how the first batch, taken again without dropout, differs; None: it does not.
 
         Args:
             mesh: What the mesh computed in it.
+            tensors: See `take_again`.
 
         Raises:
             CannotProveError: That is not known.
         """
-        groups = numbers_of(self.model.module.trainer.optimizers)
+        self.take_again(tensors, 1, drops=False)
+        return self.judge_again(mesh)
+
+    def judge_again(self, mesh: StepRecord) -> Differs | None:
+        """Return how batches that the mesh has taken again differ; None: they do not.
+
+        Args:
+            mesh: What the mesh computed; `take_again` has given what one process did.
+        """
+        difference = first_beyond(measure_backwards(mesh, self.one, self.tolerance))
+        return None if difference is None else self._explain(difference, self.one)
+
+    def take_again(self, tensors: Mapping[str, Tensor], count: int, *, drops: bool) -> StepRecord:
+        """Take batches of the step again on one process: each from the same weights, and with the
+        attributes, learning rates and what is outside of the module as they are now.
+
+        Args:
+            tensors: Name -> value of every parameter and buffer.
+            count: How many batches, from the first.
+            drops: Whether dropout is on.
+
+        Returns:
+            The losses, and after the last the sum of all gradients.
+
+        Raises:
+            CannotProveError: A batch fails.
+        """
         start = replace(
             self.given.start,
-            tensors=self.noted.state,
-            groups=groups,
+            tensors=tensors,
+            groups=numbers_of(self.model.module.trainer.optimizers),
             put_outside=lambda: None,
             is_later=True,
         )
-        with WithoutDropout():
-            one = self._run(start=start, backwards=1)
-        difference = first_beyond(measure_backwards(mesh, one, self.tolerance))
-        return None if difference is None else self._explain(difference, one)
+        self.one = total = StepRecord()
+        for number in range(count):
+            batches = self.joined[number : number + 1]
+            total.add(self._take(number, drops=drops, start=start, batches=batches))
+        return total
 
     def _run(self, **changes: Any) -> StepRecord:
         """Take the step on one process, with `changes` of what is given."""
@@ -264,18 +297,35 @@ class Judge:
         sizes = [samples_of(part) for part in parts]
         for replica, part in enumerate(parts):
             padded = cut_replica(whole, sizes, replica)
-            alone, longer = (self._loss_of(batch) for batch in (part, padded))
+            alone, longer = (self.loss_of(batch) for batch in (part, padded))
             if not abs(alone - longer) <= self.tolerance.loss * max(1.0, abs(alone)):
                 raise CannotProveError(f"{reason}, and padding them changes the loss")
         return whole
 
-    def _loss_of(self, batch: Any) -> float:
-        with WithoutDropout():
-            return self._run(batches=[batch], backwards=1).losses[0]
+    def loss_of(self, batch: Any, number: int = 0) -> float:
+        """Return the loss of a batch on one process, without dropout.
+
+        Args:
+            batch: In place of one of the step.
+            number: Which one.
+        """
+        return self._take(number, batches=[batch]).losses[0]
+
+    def _take(self, number: int, *, drops: bool = False, **changes: Any) -> StepRecord:
+        """Take one batch of the step up to its backward, with `changes` of what is given."""
+        at = slice(number, number + 1)
+        with nullcontext() if drops else WithoutDropout():
+            return self._run(
+                arguments=self.given.arguments[at],
+                random_states=self.given.random_states[at],
+                gradients=None,
+                backwards=1,
+                **changes,
+            )
 
     def _compare_update(self, one: StepRecord) -> Difference | None:
-        if not all(map(math.isfinite, self.noted.losses)):
-            self.notes.append("the update is not compared, as the loss is not finite")
+        if not self.noted.is_finite:
+            self.notes.append("the update is not compared, as the loss or a gradient is not finite")
             return None
         if self.given.start.continues:
             self.notes.append("the update, which continues loaded states, is not compared")
@@ -306,18 +356,25 @@ class Judge:
             dtypes.append(torch.float16)
         return tolerance_of(*dtypes)
 
-    def _explain(self, difference: Difference, one: StepRecord) -> str:
+    @property
+    def step(self) -> str:
+        """Which one it is, as in a sentence."""
         start = self.given.start
-        step = f"step {start.global_step}" if start.is_later else "the first step"
-        return self.explain(difference, draws=one.draws, step=step)
+        return f"step {start.global_step}" if start.is_later else "the first step"
 
-    def explain(self, difference: Difference, *, draws: bool, step: str) -> str:
+    def _explain(self, difference: Difference, one: StepRecord) -> Differs:
+        self.difference = difference
+        text = self.explain(difference, draws=one.draws, step=self.step)
+        return Differs(text=text, kind=difference.kind)
+
+    def explain(self, difference: Difference, *, draws: bool, step: str, again: str = "") -> str:
         """Return the text of the error.
 
         Args:
             difference: What differs.
             draws: Whether the step draws random numbers.
             step: Which one it is, as in a sentence.
+            again: What another forward and backward has shown.
         """
         trainer = self.model.module.trainer
         found = Findings(
@@ -332,5 +389,19 @@ class Judge:
             ],
             callbacks=self.skeleton.callback_names,
             step=step,
+            again=again,
         )
         return explain(difference, found)
+
+
+def agree(judge: Callable[[], Any]) -> Any:
+    """Return what rank 0 finds, or why it cannot be proved, on every rank."""
+    verdict: Any = None
+    if dist.get_rank() == 0:
+        try:
+            verdict = judge()
+        except CannotProveError as reason:
+            verdict = reason
+        except Exception as error:  # of ours: the others wait for a verdict
+            verdict = CannotProveError(f"{type(error).__name__}: {error}")
+    return from_first(verdict)

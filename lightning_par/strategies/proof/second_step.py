@@ -1,54 +1,174 @@
-"""A step of the mesh that leaves no trace: forward and backward without dropout."""
+"""Forward and backward of a step once more on the mesh, which leave no trace."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import nn, Tensor
 
+from lightning_par.dtensor import local_part
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.observe.isolate import isolated
 from lightning_par.observe.modes import WithoutDropout
+from lightning_par.observe.report import StepRecord
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.gathering import gather_gradients, global_loss
 from lightning_par.strategies.proof.silence import silent
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
 
-__all__ = ["rehearsed"]
+__all__ = ["MeshStep", "copy_parts"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeshStep:
+    """Batches of a step that the mesh can take again, and what it computed.
+
+    Attributes:
+        model: The model on the mesh.
+        plugin: Precision plugin, whose context surrounds each batch.
+        options: Of the strategy.
+        device: That of this rank.
+        args: For each batch, what `training_step` is given on this rank.
+        random_states: Of the generators of this rank, at the start of each batch.
+        step: `global_step` as the module shall see it.
+        drops: Whether dropout is on.
+        parts: From `copy_parts`, when the step began.
+        is_present: Whether the batches are taken with the present weights, not with `parts`.
+        tensors: On rank 0, name -> whole value of the parameters and buffers they are taken with.
+        record: What the mesh computed, if it did; gradients are whole, on rank 0.
+        own_losses: The weighted losses of this rank.
+    """
+
+    model: ParallelModel
+    plugin: Precision
+    options: MeshOptions
+    device: torch.device
+    args: Sequence[Sequence[Any]]
+    random_states: Sequence[dict[str, Any]]
+    step: int
+    drops: bool
+    parts: Sequence[Tensor]
+    is_present: bool = False
+    tensors: Mapping[str, Tensor]
+    record: StepRecord = field(default_factory=StepRecord)
+    own_losses: list[float] = field(default_factory=list)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether another forward and backward leaves no trace, and computes the same."""
+        options = self.options
+        return (
+            self.model.module.automatic_optimization
+            and self.model.host is None
+            and options.gradient_compression is None
+            and (self.drops or options.compile_blocks is False)
+            and getattr(self.plugin, "scaler", None) is None
+            and len(self.record.losses or self.args) == len(self.args)
+        )
+
+    def rehearsal(self, tensors: Mapping[str, Tensor]) -> "MeshStep":
+        """Return its first batch, to be taken with the present weights, and without dropout.
+
+        Args:
+            tensors: Those weights, on rank 0.
+        """
+        return replace(
+            self,
+            args=self.args[:1],
+            random_states=self.random_states[:1],
+            drops=False,
+            is_present=True,
+            tensors=tensors,
+            record=StepRecord(),
+            own_losses=[],
+        )
+
+    def take(self) -> "MeshStep":
+        """Take the batches, each alone, and return what they give; gradients are added up.
+
+        Logs and hooks of the user's are left out, and afterwards everything is as before.
+
+        **Communicates**: for each batch as a training step does, then its loss, and its gradients
+        to rank 0.
+        """
+        record, own = StepRecord(), list[float]()
+        with nullcontext() if self.is_present else self.at_begin():
+            for args, states in zip(self.args, self.random_states, strict=True):
+                with self._taken(args, states) as weighted:
+                    loss = global_loss(self.model, weighted, self.device)
+                    record.add(StepRecord(losses=[loss], gradients=[gather_gradients(self.model)]))
+                    own.append(float(weighted))
+        return replace(self, record=record, own_losses=own)
+
+    @contextmanager
+    def at_begin(self) -> Iterator[None]:
+        """Inside, parameters and buffers have the values with which the step began."""
+        sharding, module = self.model.sharding, self.model.module
+        sharding.release()
+        held = copy_parts(module)
+        try:
+            _fill(module, self.parts)
+            yield
+        finally:
+            sharding.release()
+            _fill(module, held)
+
+    @contextmanager
+    def _taken(self, args: Sequence[Any], random_states: dict[str, Any]) -> Iterator[Tensor]:
+        """Give the weighted loss of a batch while its gradients are in place."""
+        model, module = self.model, self.model.module
+        quiet = logs_off(module), silent(module.trainer.loggers)
+        isolated_step = isolated(module), *quiet, _at_step(module.trainer, self.step)
+        with ExitStack() as stack:
+            for each in (*isolated_step, torch.enable_grad()):
+                stack.enter_context(each)
+            restore_random_states(random_states, self.device)
+            with nullcontext() if self.drops else WithoutDropout():
+                output, begun = model.steps.training(self.plugin, args)
+                with closing(begun):
+                    # Lightning divides the loss of each of the batches that it accumulates.
+                    loss = loss_of(output) / module.trainer.accumulate_grad_batches
+                    weighted = begun.weigh(loss)
+                    model.steps.before_backward()
+                    with model.steps.backward(begun):
+                        weighted.backward()
+            model.gradients.after_backward()
+            yield weighted.detach()
 
 
 @contextmanager
-def rehearsed(
-    model: ParallelModel,
-    plugin: Precision,
-    args: Sequence[Any],
-    random_states: dict[str, Any],
-    device: torch.device,
-) -> Iterator[Tensor]:
-    """Run a step without dropout, without logs and without the user's hooks; gives its weighted
-    loss while its gradients are in place, and afterwards everything is as before.
+def _at_step(trainer: pl.Trainer, step: int) -> Iterator[None]:
+    """Inside, `global_step` is that of a step that has been taken, in automatic optimization."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    total = loop.optim_progress.optimizer.step.total
+    taken, total.completed = total.completed, step
+    try:
+        yield
+    finally:
+        total.completed = taken
+
+
+def _parts(module: nn.Module) -> list[Tensor]:
+    return [local_part(t.detach()) for t in (*module.parameters(), *module.buffers())]
+
+
+def copy_parts(module: nn.Module) -> list[Tensor]:
+    """Return what this rank holds of parameters and buffers, copied to the CPU; gathered weights
+    have to be released before.
 
     Args:
-        model: The model on the mesh.
-        plugin: Precision plugin, whose context surrounds the step.
-        args: The batch, and what else `training_step` takes.
-        random_states: Of the generators, at the start of the step.
-        device: That of this rank.
-
-    **Communicates**: as a training step does.
+        module: The module on the mesh.
     """
-    module = model.module
-    quiet = logs_off(module), silent(module.trainer.loggers)
-    with isolated(module), quiet[0], quiet[1]:
-        restore_random_states(random_states, device)
-        with WithoutDropout():
-            output, step = model.steps.training(plugin, args)
-            with closing(step):
-                weighted = step.weigh(loss_of(output))
-                model.steps.before_backward()
-                with model.steps.backward(step):
-                    weighted.backward()
-        model.gradients.after_backward()
-        yield weighted.detach()
+    return [part.to("cpu", copy=True) for part in _parts(module)]
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, values: Sequence[Tensor]) -> None:
+    for part, value in zip(_parts(module), values, strict=True):
+        part.copy_(value)

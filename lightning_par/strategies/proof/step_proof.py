@@ -4,6 +4,7 @@ of a proof].
 
 import functools
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,32 +18,39 @@ from torch import Tensor
 
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
-from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import VerificationError
 from lightning_par.observe.outside import outside_state
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.cadence import Cadence
+from lightning_par.strategies.proof.fault import find_fault
 from lightning_par.strategies.proof.gathering import (
+    from_first,
     gather_batches,
+    gather_gradients,
     gather_state,
-    gather_tensors,
-    mean_over,
+    global_loss,
 )
-from lightning_par.strategies.proof.judge import CannotProveError, Judge, numbers_of, REHEARSE
+from lightning_par.strategies.proof.judge import (
+    agree,
+    CannotProveError,
+    Differs,
+    Judge,
+    numbers_of,
+    REHEARSE,
+)
+from lightning_par.strategies.proof.odd_data import find_odd, Size, size_of
 from lightning_par.strategies.proof.one_process import GivenStep
-from lightning_par.strategies.proof.second_step import rehearsed
+from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
-from lightning_par.strategies.step.batch_weights import weigh
 
 __all__ = [
     "LARGEST",
     "NOT_PROVED",
     "StepProof",
-    "agree",
-    "from_first",
     "reason_of_run",
     "take_skeleton",
 ]
@@ -52,6 +60,10 @@ LARGEST = 2**30
 _COPIES = 8
 """Parameters, gradients and two states, and what the mesh had, in units of the parameters."""
 NOT_PROVED = "is not proved to equal that of one process"
+_HELD = 8
+"""Batches of a step that are held on the device until its verdict, to be taken again."""
+_REMEMBERED = 32
+"""Proved steps whose loss and gradients tell what is odd."""
 _logger = logging.getLogger(__name__)
 _HOW = 'verify="first_step" proves it, and `lightning-par verify` compares more of them.'
 
@@ -89,35 +101,40 @@ def take_skeleton(
 
 class StepProof:
     """Notes what the mesh computes in an optimizer step, and compares it with one process: in the
-    first one, and with ``verify="every N"`` in one after each N steps.
+    first one, and in later ones where ``verify`` asks for some.
 
     Args:
         skeleton: From `take_skeleton`.
         options: Of the strategy.
         device: Device of this rank.
+        seed: Of the run.
 
     Attributes:
         is_over: Whether nothing is to be noted any more.
         outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
         outcomes: On rank 0: every step that was to be proved -> "equal", "in part: ..." or "not
-            proved: ...", for the certificate.
+            proved: ...", for the certificate; what a budget chooses in one entry.
     """
 
     def __init__(
-        self, skeleton: Skeleton | str | None, options: MeshOptions, device: torch.device
+        self, skeleton: Skeleton | str | None, options: MeshOptions, device: torch.device, seed: int
     ) -> None:
         self._skeleton, self._options, self._device = skeleton, options, device
         self.is_over = skeleton is None
         self._model: ParallelModel | None = None
         self.outcome, self.outcomes = "", dict[str, str]()
-        self._every, self._is_later = options.verify_every, False
-        self._step, self._next = -1, 0  # the last step that began, and the next that is proved
+        every, share = options.verify_every, options.verify_share
+        self._cadence, self._is_later = Cadence(every=every, share=share, seed=seed), False
+        self._step = -1  # the last step that began
+        self._sizes: deque[Size] = deque(maxlen=_REMEMBERED)
+        self._later, self._is_told = Counter[str](), False
         self._forget()
 
     def _forget(self) -> None:
         self._given: GivenStep | None = None
-        self._noted = StepRecord()
-        self._first: Sequence[Any] = ()  # what the first batch of the step gave `training_step`
+        self._noted, self._own_losses = StepRecord(), list[float]()
+        self._args: list[Sequence[Any]] = []  # what each batch of the step gave `training_step`
+        self._parts: list[Tensor] = []
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
         self._deferred = False  # what the optimizer on the host does without the proof
@@ -131,6 +148,7 @@ class StepProof:
         """Let go of what was noted of a step."""
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
+            self._model.gradients.before_refusal = None
             if self._model.host is not None:
                 self._model.host.defers = self._deferred
         self._model = None
@@ -142,6 +160,7 @@ class StepProof:
         """
         if self._model is not None:
             self.close()
+        self._cadence.pause()
 
     def begin(self, model: ParallelModel, plugin: Precision, args: Sequence[Any]) -> None:
         """Note what a training step starts from.
@@ -151,7 +170,8 @@ class StepProof:
             plugin: Precision plugin.
             args: The batch of this replica, and what else `training_step` takes.
 
-        **Communicates**: in the first step, the weights and the batches, to rank 0.
+        **Communicates**: in a step that is due, whether it is proved; then the weights and the
+        batches, to rank 0.
         """
         trainer = model.module.trainer
         if "setup_optimizers" in vars(trainer.strategy):
@@ -162,7 +182,9 @@ class StepProof:
         if batch == self._batch:
             return  # an optimizer computes the loss once more
         assert self._given is not None
-        self._batch, self._first = batch, self._first or args
+        self._batch = batch
+        if len(self._args) < _HELD:
+            self._args.append(args)
         self._given.arguments.append(args[1:])
         self._given.random_states.append(collect_random_states(self._device))
         with fork_all_rng(self._device):  # what gathers objects may draw numbers
@@ -172,7 +194,7 @@ class StepProof:
     def _is_due(self, module: pl.LightningModule) -> bool:
         """Whether a step begins that is to be proved."""
         begins, self._step = module.global_step != self._step, module.global_step
-        return begins and self._step >= self._next
+        return begins and self._cadence.next is not None and self._step >= self._cadence.next
 
     def why_not(
         self, module: pl.LightningModule, plugin: Precision, layout: BatchLayout
@@ -187,10 +209,13 @@ class StepProof:
 
         **Communicates**: the reason of rank 0, to all.
         """
+        return None if self.is_over else from_first(self._reason(module, plugin, layout))
+
+    def _reason(self, module: pl.LightningModule, plugin: Precision, layout: BatchLayout) -> str:
         reason = reason_of_run(self._skeleton, module, layout)
         if not reason and getattr(plugin, "scaler", None) is not None:
             reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
-        return None if self.is_over else from_first(reason)
+        return reason
 
     def _outside(self, module: pl.LightningModule) -> Callable[[], None]:
         if not isinstance(self._skeleton, Skeleton):
@@ -215,14 +240,25 @@ class StepProof:
             return f"the module cannot be copied ({type(error).__name__}: {error})."
         return ""
 
+    def _put_off(self, model: ParallelModel, plugin: Precision) -> int | str | None:
+        """Return, on rank 0, the step that is proved in place of this one, or why none is."""
+        later = self._cadence.put_off(self._step)
+        if later is not None:
+            return later
+        reason = self._reason(model.module, plugin, model.resolved.plan.batch)
+        return reason or (self._follow(model.module) if self._is_later else "")
+
     def _start(self, model: ParallelModel, plugin: Precision) -> bool:
-        reason = self.why_not(model.module, plugin, model.resolved.plan.batch)
-        if not reason and self._is_later:
-            reason = from_first(self._follow(model.module))
-        if reason:
+        self._cadence.begin()
+        found = from_first(self._put_off(model, plugin) if dist.get_rank() == 0 else None)
+        if isinstance(found, int):
+            self._cadence.next = found
+            return False
+        if found:
+            which = self._which
             self.close()
-            self.outcome = f"{self._which} {NOT_PROVED}: {reason}"
-            self._note(f"not proved: {reason.removesuffix('.')}")
+            self.outcome = f"{which} {NOT_PROVED}: {found}"
+            self._note(f"not proved: {found.removesuffix('.')}")
             self._refuse_if_asked()
             rank_zero_info(self.outcome)
             return False
@@ -232,16 +268,22 @@ class StepProof:
             model.host.defers |= model.host.shows_update
         step, held = model.module.global_step, model.module.trainer.optimizers
         start = StartValues(
-            tensors=self._gather_state(),
+            tensors=gather_state(model),
             global_step=step,
             epoch=model.module.current_epoch,
+            batch=model.module.trainer.fit_loop.batch_idx,
             continues=step > 0 or any(map(_has_stepped, held)),
             groups=numbers_of(held),
             put_outside=self._outside(model.module),
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
-        self._given = GivenStep(start=start)
+        self._given, self._parts = GivenStep(start=start), copy_parts(model.module)
+        self._watch_end(model)
+        return True
+
+    def _watch_end(self, model: ParallelModel) -> None:
+        """Let the proof follow the hooks of the step, or precede the error of one not finite."""
         after = model.module.on_train_batch_end
 
         @functools.wraps(after)
@@ -252,8 +294,12 @@ class StepProof:
                 with model.steps.reads.paused():
                     self._prove()
 
+        def before_refusal() -> None:
+            with model.steps.reads.paused():
+                self._prove()
+
         model.module.__dict__["on_train_batch_end"] = on_train_batch_end
-        return True
+        model.gradients.before_refusal = before_refusal
 
     def after_backward(self, weighted: Tensor) -> None:
         """Note the loss and the gradients of a backward, before any hook sees them.
@@ -261,35 +307,19 @@ class StepProof:
         Args:
             weighted: Loss of this rank, weighted.
 
-        **Communicates**: in the first step, one number over all ranks, and the gradients to rank 0.
+        **Communicates**: in a step that is proved, one number over all ranks, and the gradients to
+        rank 0.
         """
-        if self._model is None:
-            return
-        self._noted.losses.append(self._global_loss(weighted))
-        sharding = self._model.sharding
-        self._accumulates = not sharding.synchronizes
-        host = self._model.host
-        sees = sharding.synchronizes and (host is None or (host.defers and host.shows_update))
-        self._noted.gradients.append(self._gather_gradients() if sees else None)
-
-    def _global_loss(self, weighted: Tensor) -> float:
-        assert self._model is not None
-        mesh, pipeline = self._model.mesh, self._model.steps.pipeline
-        if pipeline is None:
-            return mean_over(weighted, mesh.token_group, self._device)
-        loss = weighted.detach().cpu().double()
-        return mean_over(weigh(loss, pipeline.last_weight.cpu()), mesh.data_group, self._device)
-
-    def _gather_gradients(self) -> dict[str, Tensor]:
-        assert self._model is not None
-        named = ((n, p.grad) for n, p in self._model.module.named_parameters())
-        return gather_tensors(named, self._model.resolved.canonical, self._model.mesh)
-
-    def _gather_state(self) -> dict[str, Tensor]:
-        assert self._model is not None
         model = self._model
-        model.sharding.release()
-        return gather_state(model.module, model.resolved.canonical, model.mesh)
+        if model is None:
+            return
+        self._noted.losses.append(global_loss(model, weighted, self._device))
+        self._own_losses.append(float(weighted))
+        self._accumulates = not model.sharding.synchronizes
+        host = model.host
+        sees = host is None or (host.defers and host.shows_update)
+        sees = sees and not self._accumulates
+        self._noted.gradients.append(gather_gradients(model) if sees else None)
 
     def _prove(self) -> None:
         """Compare the step with that of one process.
@@ -297,8 +327,9 @@ class StepProof:
         Raises:
             VerificationError: On every rank, if they differ.
 
-        **Communicates**: the weights after the step, to rank 0; then the verdict. Where the step
-        draws random numbers, also what a second forward and backward does.
+        **Communicates**: the weights after the step, to rank 0; then the verdict, and the next step
+        that is proved. Where the step draws random numbers or differs, also what a second forward
+        and backward does.
         """
         model = self._model
         assert model is not None
@@ -310,25 +341,38 @@ class StepProof:
         finally:
             self._end_step()
             self._is_later = True
-            if self._every is None:
-                self.close()
-            else:
-                self._next = self._step + self._every
+        if isinstance(verdict, VerificationError):
+            self.close()
+            raise verdict
+        self._choose_next()
         if isinstance(verdict, CannotProveError):
             self.outcome = f"{which} {NOT_PROVED}: {verdict}."
             self._note(f"not proved: {verdict}")
             self._refuse_if_asked()
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and not self._is_told:
                 _logger.warning(self.outcome)
-        elif verdict is not None:
-            raise VerificationError("LP801", verdict)
+            self._is_told = is_later and self._cadence.share is not None
         elif not self.outcome or is_later:
             self.outcome = self.outcome or "equal"
             self._note("equal")
             rank_zero_info(f"{which} on {model.mesh.sizes} equals that of one process.")
 
+    def _choose_next(self) -> None:
+        cadence = self._cadence
+        cadence.end(self._step)
+        if cadence.share is not None:
+            cadence.next = from_first(cadence.next)
+        if cadence.next is None:
+            self.close()
+
     def _note(self, outcome: str) -> None:
-        self.outcomes[f"training step {self._step}"] = outcome
+        """Note what came out; of the many steps that a budget chooses, how often."""
+        if self._cadence.share is None or not self._step:
+            self.outcomes[f"training step {self._step}"] = outcome
+            return
+        self._later[outcome] += 1
+        counted = (f"{count} {outcome}" for outcome, count in self._later.items())
+        self.outcomes["later training steps"] = "; ".join(counted)
 
     def _refuse_if_asked(self) -> None:
         """Raise if the step has to be proved, and was not.
@@ -343,9 +387,9 @@ class StepProof:
                 "and says so.",
             )
 
-    def _compare(self, model: ParallelModel) -> Any:
-        """Return what differs, or why that is not known; None: nothing."""
-        self._noted.state = self._gather_state()
+    def _compare(self, model: ParallelModel) -> CannotProveError | VerificationError | None:
+        """Return the error of a step that differs, or why that is not known; None: it is equal."""
+        self._noted.state = gather_state(model)
         assert self._plugin is not None
         assert self._given is not None
         judge = None
@@ -364,17 +408,50 @@ class StepProof:
             self.outcome = f"{self._which} is proved in part: {'; '.join(judge.notes)}."
             self._note(f"in part: {'; '.join(judge.notes)}")
             rank_zero_info(self.outcome)
-        if verdict != REHEARSE:
-            return verdict
-        reason = from_first(self._follow(model.module))
-        if reason:
-            return CannotProveError(reason.removesuffix("."))
-        again = StepRecord()
-        state = self._given.random_states[0]
-        with rehearsed(model, self._plugin, self._first, state, self._device) as loss:
-            again.losses.append(self._global_loss(loss))
-            again.gradients.append(self._gather_gradients())
-        return agree(lambda: judge.judge_rehearsal(again))  # type: ignore[union-attr]
+        step = self._taken(model, self._given, self._plugin)
+        if verdict == REHEARSE:
+            step = step.rehearsal(self._noted.state)
+            if not step.can_repeat:
+                return CannotProveError("the step draws random numbers")
+            if reason := from_first(self._follow(model.module)):
+                return CannotProveError(reason.removesuffix("."))
+            step = step.take()
+            verdict = agree(lambda: judge.judge_rehearsal(step.record, step.tensors))  # type: ignore[union-attr]
+        if isinstance(verdict, Differs):
+            repeats = step.can_repeat and not from_first(self._follow(model.module))
+            return find_fault(verdict, judge, step, repeats=repeats)
+        if verdict is None:
+            self._look_at_data(judge)
+        assert verdict is None or isinstance(verdict, CannotProveError)
+        return verdict
+
+    def _taken(self, model: ParallelModel, given: GivenStep, plugin: Precision) -> MeshStep:
+        """Return what the mesh needs to take the step again."""
+        return MeshStep(
+            model=model,
+            plugin=plugin,
+            options=self._options,
+            device=self._device,
+            args=self._args,
+            random_states=given.random_states,
+            step=given.start.global_step,
+            drops=True,
+            parts=self._parts,
+            tensors=given.start.tensors,
+            record=self._noted,
+            own_losses=self._own_losses,
+        )
+
+    def _look_at_data(self, judge: Judge | None) -> None:
+        """Warn if the batch gives an odd loss or gradient, which one process computes, too."""
+        odd = agree(lambda: find_odd(judge, self._sizes))  # type: ignore[arg-type]
+        if judge is None or isinstance(odd, CannotProveError):
+            return
+        if odd is None:
+            self._sizes.append(size_of(judge.noted))
+        else:
+            self.outcomes[f"data of training step {self._step}"] = odd
+            _logger.warning(odd)
 
 
 def reason_of_run(
@@ -395,26 +472,6 @@ def reason_of_run(
     if layout.local_statistics:
         return "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
     return ""
-
-
-def agree(judge: Callable[[], Any]) -> Any:
-    """Return what rank 0 finds, or why it cannot be proved, on every rank."""
-    verdict: Any = None
-    if dist.get_rank() == 0:
-        try:
-            verdict = judge()
-        except CannotProveError as reason:
-            verdict = reason
-        except Exception as error:  # of ours: the others wait for a verdict
-            verdict = CannotProveError(f"{type(error).__name__}: {error}")
-    return from_first(verdict)
-
-
-def from_first(value: Any) -> Any:
-    """Return what rank 0 has, on every rank."""
-    world = dist.group.WORLD
-    assert world is not None
-    return broadcast_object(value, 0, world)
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

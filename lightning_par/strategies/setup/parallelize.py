@@ -125,7 +125,7 @@ def parallelize(  # house: the order, in one place
         reads=_watch_reads(module, resolved, mesh, known, parts, device, sharding, options),
         manual=ManualSteps(module, gradients.norms),
     )
-    proof = StepProof(skeleton, options, device)
+    proof = StepProof(skeleton, options, device, seed)
     why_not = proof.why_not(module, module.trainer.precision_plugin, resolved.plan.batch)
     evaluations = EvaluationProof(skeleton, options, device, proof.outcomes)
     is_proved = why_not == ""

@@ -127,6 +127,7 @@ class GradientPath:
         norms: Gives the norms that users ask for.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
         form: Notices where the loss takes another form; None: nobody watches.
+        before_refusal: Called on every rank before the error of a step that is not finite.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class GradientPath:
     ) -> None:
         self.norms = norms
         self.form: FormWatch | None = None
+        self.before_refusal: Callable[[], None] | None = None
         self.shared, self.compression = shared, compression
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
@@ -392,6 +394,8 @@ class GradientPath:
         passage.norm = None
         text = self._explain(norm, passage.loss)
         if self._on_nonfinite == "raise":
+            if self.before_refusal is not None:
+                self.before_refusal()
             raise NonFiniteError(
                 "LP313",
                 f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "

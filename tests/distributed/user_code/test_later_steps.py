@@ -1,6 +1,7 @@
 """Steps that are proved after the first one: equal runs pass, later faults are caught."""
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -123,11 +124,14 @@ def test_a_step_with_dropout_is_compared_without_it() -> None:
 def test_a_replica_whose_weight_flips_is_caught_at_the_next_proof() -> None:
     found = run_ranks(_train, 2, "zero0", 4, True, 1, False, timeout=120)
     for _, error, _ in found:
-        assert "step 4 on" in error
-        assert "differs from the same step on one process" in error
+        assert "Step 4 on" in error
+        assert "differed from the same step on one process" in error
+        assert re.search(r"net\.\S+, of which the ranks of dp_replicate hold copies", error)
+        assert "LP807" in error
     assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step"]
 
 
 def test_a_cadence_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="'every 500', or another number of steps"):
-        Hybrid3DStrategy(verify="every 0")
+    for wrong in ("every 0", "0 %", "100 %", "2"):
+        with pytest.raises(ValueError, match=f"verify='{wrong}' must be .*'every 500' .* or '2 %'"):
+            Hybrid3DStrategy(verify=wrong)

@@ -1,0 +1,208 @@
+"""Tells whether software or a device is to blame for a step that differs from one process.
+
+Note [Software or machine]: a fault of the software comes again whenever the same is computed; one
+of a device, such as a flipped bit, does not. So weights of which ranks hold copies are compared
+first: where these differ, a device has changed one, or code that runs on some ranks only. Else the
+mesh takes forward and backward again, from the weights that the step began with, and so does one
+process. A device is blamed only if three things hold: both are equal this time, one process
+computes what it did the first time, and the mesh does not. Else, as where hooks have changed
+attributes since, the difference is one of the software. What the mesh computed otherwise the first
+time tells which ranks it can be.
+"""
+
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.dtensor import local_box
+from lightning_par.engine.data.equal_copies import differing_copies
+from lightning_par.errors import VerificationError
+from lightning_par.observe.compare import first_beyond, measure_backwards, Tolerance
+from lightning_par.observe.report import StepRecord
+from lightning_par.strategies.proof.gathering import from_first
+from lightning_par.strategies.proof.judge import agree, CannotProveError, Differs, Judge
+from lightning_par.strategies.proof.second_step import MeshStep
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+
+__all__ = ["find_fault"]
+
+_END = (
+    "Go on from the last checkpoint without that device. The run ends after this step, and nothing "
+    "of it was saved. verify=False compares nothing."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What one rank says of a step that was taken twice.
+
+    Attributes:
+        host: Its name.
+        replica: Number of the replica, and of its part of the sequences.
+        part: Its pipeline rank and tensor-parallel rank.
+        losses: Its own losses of both times, weighted.
+        boxes: Canonical name -> offset and shape of its part of the gradient.
+    """
+
+    host: str
+    replica: tuple[int, int]
+    part: tuple[int, int]
+    losses: tuple[list[float], list[float]]
+    boxes: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+
+
+def find_fault(
+    verdict: Differs, judge: Judge | None, first: MeshStep, *, repeats: bool
+) -> VerificationError:
+    """Return the error of a step that differs: LP807 for a device, else LP801.
+
+    Args:
+        verdict: How it differs, the same on every rank.
+        judge: On rank 0, what has compared it.
+        first: The step, with what the mesh has computed.
+        repeats: Whether the mesh and one process can take it again.
+
+    **Communicates**: checksums of all copies; then as forward and backward do, the gradients to
+    rank 0, and what this finds to all.
+    """
+    model = first.model
+    if verdict.kind == "write":
+        return VerificationError("LP801", verdict.text)
+    with first.at_begin():  # an update may follow from the software, and differ
+        copies = differing_copies(model.module, model.mesh, first.device)
+    if copies:
+        text = from_first(None if judge is None else _of_copies(judge, copies))
+        return VerificationError("LP807", text)
+    if verdict.kind not in ("loss", "gradient") or not repeats:
+        return VerificationError("LP801", verdict.text)
+    second = first.take()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    own = _describe(model, (first.own_losses, second.own_losses))
+    dist.all_gather_object(ranks, own)
+    found = agree(lambda: _judge_both(judge, first, second.record, ranks))  # type: ignore[arg-type]
+    if isinstance(found, CannotProveError):
+        return VerificationError("LP801", verdict.text)
+    text, is_device = found
+    if is_device:
+        return VerificationError("LP807", text)
+    return VerificationError("LP801", text)
+
+
+def _of_copies(judge: Judge, copies: str) -> str:
+    return (
+        f"{_differed(judge)} Copies of weights or buffers differ: {copies}. Either the memory of a "
+        "device is faulty; or code writes to them on some ranks only, such as a callback inside of "
+        f"`if trainer.is_global_zero`: write on every rank. If no code does: {_END}"
+    )
+
+
+def _differed(judge: Judge) -> str:
+    step = f"{judge.step[0].upper()}{judge.step[1:]}"
+    return (
+        f"{step} on {judge.model.mesh.sizes} differed from the same step on one process: "
+        f"{judge.difference}."
+    )
+
+
+def _describe(model: ParallelModel, losses: tuple[list[float], list[float]]) -> _Rank:
+    canonical, at = model.resolved.canonical, model.mesh.place
+    boxes = {}
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad:
+            box = local_box(name, parameter)
+            boxes[canonical.get(name, name)] = box.offset, box.shape
+    data = model.mesh.data_group
+    return _Rank(
+        host=socket.gethostname(),
+        replica=(dist.get_rank(data), at["cp"]),
+        part=(at["pp"], at["tp"]),
+        losses=losses,
+        boxes=boxes,
+    )
+
+
+def _judge_both(
+    judge: Judge, first: MeshStep, mesh: StepRecord, ranks: Sequence[_Rank]
+) -> tuple[str, bool]:
+    """Compare both takes of the step.
+
+    Returns:
+        The text of the error, and whether a device is to blame.
+    """
+    difference, before, tolerance = judge.difference, judge.one, judge.tolerance
+    assert difference is not None
+    one = judge.take_again(first.tensors, len(first.args), drops=first.drops)
+    comes_again = judge.judge_again(mesh)
+    if comes_again is not None:
+        again = (
+            "the same forward and backward, taken again from the same weights, differs again: it "
+            "is the software, and no device."
+        )
+        text = judge.explain(difference, draws=before.draws, step=judge.step, again=again)
+        return text, False
+    changed = first_beyond(measure_backwards(first.record, mesh, tolerance))
+    if changed is None or first_beyond(measure_backwards(one, before, tolerance)):
+        text = judge.explain(difference, draws=before.draws, step=judge.step)
+        return text, False
+    names, why = _suspects(ranks, first.record, mesh, tolerance)
+    hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in names))
+    said = f"one of the ranks {', '.join(map(str, names))}" if names[1:] else f"rank {names[0]}"
+    text = (
+        f"{_differed(judge)} Taken again from the same weights it is equal: a device has computed "
+        f"something else once, that of {said} (host {hosts}), as {why}. {_END}"
+    )
+    return text, True
+
+
+def _suspects(
+    ranks: Sequence[_Rank], first: StepRecord, second: StepRecord, tolerance: Tolerance
+) -> tuple[list[int], str]:
+    """Return the ranks whose numbers tell that they may have computed something else, and why."""
+    replicas, parts = {rank.replica for rank in ranks}, {rank.part for rank in ranks}
+    changes = _changes(first, second, tolerance)
+    of_loss = {rank.replica for rank in ranks if _has_other_loss(rank, tolerance)} or replicas
+    of_gradients = {rank.part for rank in ranks if _holds(rank, changes)} or parts
+    whys = []
+    if of_loss != replicas:
+        whys.append("only the loss of this replica has changed")
+    if of_gradients != parts:
+        whys.append("only gradients of this part of the model have changed")
+    numbered = enumerate(ranks)
+    found = [n for n, r in numbered if r.replica in of_loss and r.part in of_gradients]
+    return found, " and ".join(whys) or "no number has changed on some of them only"
+
+
+def _has_other_loss(rank: _Rank, tolerance: Tolerance) -> bool:
+    pairs = zip(*rank.losses, strict=True)
+    return any(not abs(a - b) <= tolerance.loss * max(1.0, abs(b)) for a, b in pairs)
+
+
+def _changes(
+    first: StepRecord, second: StepRecord, tolerance: Tolerance
+) -> dict[str, tuple[Tensor, float]]:
+    """Return how each gradient has changed, and up to which norm that is a rounding."""
+    before, after = first.gradients[-1] or {}, second.gradients[-1] or {}
+    all_norms = math.hypot(*map(tolerance.norm, after.values()))
+    found = {}
+    for name in before.keys() & after.keys():
+        bound = tolerance.gradient * tolerance.norm(after[name]) + tolerance.nothing * all_norms
+        change = (before[name].double() - after[name].double()).nan_to_num(math.inf)
+        found[name] = change, bound
+    return found
+
+
+def _holds(rank: _Rank, changed: Mapping[str, tuple[Tensor, float]]) -> bool:
+    """Whether the part of a rank of any gradient has changed."""
+    for name, (offset, shape) in rank.boxes.items():
+        if name in changed:
+            change, bound = changed[name]
+            part = change[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            if float(torch.linalg.vector_norm(part)) > bound:
+                return True
+    return False
