@@ -48,7 +48,8 @@ class Cadence:
         self._random = random.Random(seed_of("proved steps", seed))
         self.next: int | None = 0
         self._began, self._cost, self._spent = 0.0, 0.0, 0.0
-        self._since: tuple[float, int] | None = None  # time and step at which the budget begins
+        self._since: float | None = None  # when the budget begins
+        self._last = 0.0, 0  # when the last proof ended, and the step after it
 
     def begin(self) -> None:
         """Note that a proof begins with the step that is about to be taken."""
@@ -66,11 +67,12 @@ class Cadence:
         now = self._clock()
         self._cost = now - self._began
         if self._since is None:
-            self._since, self.next = (now, step + 1), step + _LEAST
+            self._since, self.next = now, step + _LEAST
         else:
             self._cost = max(0.0, self._cost - self._usual(self._began, step))
             self._spent += self._cost
-            self.next = self._after(step, now) or step + _LEAST
+            self.next = self._after(step, self._missing(now), self._usual(self._began, step))
+        self._last = now, step + 1
 
     def put_off(self, step: int) -> int | None:
         """Return the step that is proved in place of a due one; None: the due one is. Rank 0 asks.
@@ -80,28 +82,29 @@ class Cadence:
         """
         if self.share is None or not self._cost:
             return None
+        now = self._clock()
         if self._since is None:
-            self._since = self._clock(), step
+            self._since, self._last = now, (now, step)
             return step + _LEAST
-        return self._after(step, self._clock())
+        missing = self._missing(now)
+        return self._after(step, missing, self._usual(now, step)) if missing > 0 else None
 
     def pause(self) -> None:
         """Leave the time until the next run out of the budget."""
         if self.share is not None:
             self._since, self._spent, self.next = None, 0.0, 0
 
-    def _after(self, step: int, now: float) -> int | None:
-        """Return a step at which the budget pays for a proof; None: it does so now."""
+    def _missing(self, now: float) -> float:
+        """Return after how many seconds the share has paid for the next proof."""
         assert self._since is not None
         assert self.share is not None
-        missing = (self._spent + self._cost) / self.share - (now - self._since[0])
-        if missing <= 0:
-            return None
-        steps = max(_LEAST, math.ceil(missing / max(self._usual(now, step), 1e-6)))
-        return step + self._random.randint(steps, 2 * steps)
+        return (self._spent + self._cost) / self.share - (now - self._since)
 
     def _usual(self, now: float, step: int) -> float:
-        """Return the time of a step without a proof, in seconds."""
-        assert self._since is not None
-        start, first = self._since
-        return max(0.0, now - start - self._spent) / max(1, step - first)
+        """Return the time of a step without a proof, in seconds, since the last one."""
+        start, first = self._last
+        return (now - start) / max(1, step - first)
+
+    def _after(self, step: int, missing: float, usual: float) -> int:
+        steps = max(_LEAST, math.ceil(missing / max(usual, 1e-6)))
+        return step + self._random.randint(steps, 2 * steps)

@@ -340,7 +340,6 @@ class StepProof:
                 verdict = self._compare(model)
         finally:
             self._end_step()
-            self._is_later = True
         if isinstance(verdict, VerificationError):
             self.close()
             raise verdict
@@ -356,6 +355,7 @@ class StepProof:
             self.outcome = self.outcome or "equal"
             self._note("equal")
             rank_zero_info(f"{which} on {model.mesh.sizes} equals that of one process.")
+        self._is_later = True
 
     def _choose_next(self) -> None:
         cadence = self._cadence
@@ -367,7 +367,7 @@ class StepProof:
 
     def _note(self, outcome: str) -> None:
         """Note what came out; of the many steps that a budget chooses, how often."""
-        if self._cadence.share is None or not self._step:
+        if self._cadence.share is None or not self._is_later:
             self.outcomes[f"training step {self._step}"] = outcome
             return
         self._later[outcome] += 1

@@ -42,7 +42,7 @@ class Stateful(PlainModule):
         if self.drops:
             loss = F.dropout(loss.expand(4), 0.5).mean()
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        return loss * (1 + 0.1 * self.seen + sum(self.history) + rate)
+        return loss * (1 + 0.1 * self.seen + sum(self.history) + rate + 0.1 * self.global_step)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -115,8 +115,9 @@ def test_healthy_runs_are_equal_at_every_proof(layout: str, accumulates: int) ->
     assert told == ["The first step", "Step 2", "Step 4", "Step 6"]
 
 
-def test_a_step_with_dropout_is_compared_without_it() -> None:
-    found = run_ranks(_train, 2, "tp2", 3, False, 1, True, timeout=120)
+@pytest.mark.parametrize("accumulates", [1, 2])
+def test_a_step_with_dropout_is_compared_without_it(accumulates: int) -> None:
+    found = run_ranks(_train, 2, "tp2", 3, False, accumulates, True, timeout=120)
     assert [error for _, error, _ in found] == ["", ""]
     assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step", "Step 3", "Step 6"]
 
