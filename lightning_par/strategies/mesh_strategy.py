@@ -95,8 +95,8 @@ class MeshStrategy(ParallelStrategy):
         timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
-        verify: Compare the first optimizer step with one process, and end the run if they differ:
-            ``"first_step"``, ``"every 500"`` (also later), ``"auto"`` (small models) or False.
+        verify: Compare steps with one process: ``"auto"`` (small models: for 1 % of the time),
+            ``"2 %"`` of the time, ``"every 500"`` steps, ``"first_step"`` or False.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or `GradientCompression` fields.
