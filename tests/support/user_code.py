@@ -17,6 +17,7 @@ no error of this package, or a hang, fails the test.
 """
 
 import importlib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from lightning_par.errors import LightningParError
 from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
-__all__ = ["LAYOUTS", "Case", "Cases", "strategy_of", "train_case", "world_of"]
+__all__ = ["LAYOUTS", "Case", "Cases", "Messages", "strategy_of", "train_case", "world_of"]
 
 _ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -168,6 +169,18 @@ class Cases:
             )
         if layout in _SHARDS:
             assert all(result["held"] < wanted["held"] for result in results), "nothing is sharded"
+
+
+class Messages(logging.Handler):
+    """Keeps the texts of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a text."""
+        self.texts.append(record.getMessage())
 
 
 def strategy_of(layout: str | None, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from lightning_par.errors import LightningParError
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
-from tests.support.user_code import LAYOUTS, world_of
+from tests.support.user_code import LAYOUTS, Messages, world_of
 
 _STEP = 4
 """Is proved with ``verify="every 4"``; the fault is in it."""
@@ -99,15 +99,6 @@ def weight_flips(module: Any) -> None:
             with torch.no_grad():
                 local_part(parameter).copy_(_flip(parameter))
             return
-
-
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _train(

@@ -23,7 +23,7 @@ from lightning_par.strategies.proof.cadence import Cadence
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
-from tests.support.user_code import LAYOUTS
+from tests.support.user_code import LAYOUTS, Messages
 
 
 class Dropping(PlainModule):
@@ -80,15 +80,6 @@ def counted_time() -> Iterator[None]:
     timed = partial(Cadence, clock=lambda: next(times))
     with mock.patch.object(step_proof, "Cadence", timed):
         yield
-
-
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _train(

@@ -17,7 +17,7 @@ from lightning_par.errors import VerificationError
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
-from tests.support.user_code import LAYOUTS, world_of
+from tests.support.user_code import LAYOUTS, Messages, world_of
 
 
 class Stateful(PlainModule):
@@ -57,15 +57,6 @@ class Flipping(Callback):
         if trainer.global_step == 3 and dist.get_rank() == 1:
             with torch.no_grad():
                 local_part(next(pl_module.parameters())).view(-1)[0] += 10
-
-
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _train(
