@@ -25,6 +25,7 @@ __all__ = [
     "Tolerance",
     "first_beyond",
     "measure_backwards",
+    "measure_handed",
     "measure_states",
     "measure_values",
     "tolerance_of",
@@ -104,7 +105,8 @@ class Difference:
     """What differs most.
 
     Attributes:
-        kind: What it is; "closure": how often the optimizer computed the loss.
+        kind: What it is; "closure": how often the optimizer computed the loss; "handed": a gradient
+            after hooks and clipping.
         name: FQN of the parameter, buffer or metric, or logged name; empty for a loss.
         got: The loss, or the norm, on the mesh.
         wanted: That on one process.
@@ -116,7 +118,7 @@ class Difference:
         rank: Global rank then.
     """
 
-    kind: Literal["loss", "closure", "gradient", "weight", "log", "metric", "output"]
+    kind: Literal["loss", "closure", "gradient", "handed", "weight", "log", "metric", "output"]
     name: str = ""
     got: float
     wanted: float
@@ -153,9 +155,8 @@ class Difference:
             return f"{what} {self.got:.9g}, on one process {self.wanted:.9g}{self._apart}"
         if self.kind == "closure":
             return f"the loss was computed {self.got:g} times, on one process {self.wanted:g} times"
-        what = f"the {self.kind} of {self.name}" + (
-            " after the step" if self.kind == "weight" else ""
-        )
+        kind, ending = _OF_PARAMETER[self.kind]
+        what = f"the {kind} of {self.name}{ending}"
         more = f" ({self.others} more differ)" if self.others else ""
         return (
             f"{what} has the norm {self.got:.6g}, on one process {self.wanted:.6g}; the norm of "
@@ -163,6 +164,11 @@ class Difference:
         )
 
 
+_OF_PARAMETER = {
+    "gradient": ("gradient", ""),
+    "handed": ("gradient", ", as the optimizer gets it,"),
+    "weight": ("weight", " after the step"),
+}
 _OF_EVALUATION = {
     "log": "the logged {!r} is",
     "metric": "the metric {!r} has for this batch the norm",
@@ -232,15 +238,31 @@ def measure_backwards(
     for gradients, others in zip(mesh.gradients, one.gradients, strict=False):
         if gradients is None or others is None:
             continue
-        yield from _measure_gradients(gradients, others, tolerance)
+        yield from _measure_gradients("gradient", gradients, others, tolerance)
     backwards, wanted = float(len(mesh.losses)), float(len(one.losses))
     if backwards != wanted:
         size = backwards - wanted
         yield Difference(kind="closure", got=backwards, wanted=wanted, size=size, excess=math.inf)
 
 
+def measure_handed(mesh: StepRecord, one: StepRecord, tolerance: Tolerance) -> Iterator[Difference]:
+    """Give the largest difference among the gradients that each step of an optimizer was handed.
+
+    Args:
+        mesh: What the mesh computed.
+        one: What one process computed from the same gradients of backwards.
+        tolerance: Of the update.
+    """
+    if len(mesh.handed) == len(one.handed):
+        for got, wanted in zip(mesh.handed, one.handed, strict=True):
+            yield from _measure_gradients("handed", got, wanted, tolerance)
+
+
 def _measure_gradients(
-    got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: Tolerance
+    kind: Literal["gradient", "handed"],
+    got: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    tolerance: Tolerance,
 ) -> Iterator[Difference]:
     everything = tolerance.nothing and math.hypot(*map(tolerance.norm, wanted.values()))
     pairs = []
@@ -251,7 +273,7 @@ def _measure_gradients(
         size = max(tolerance.least, tolerance.norm(one))
         bound = tolerance.gradient * size + tolerance.nothing * everything
         pairs.append((name, mesh, one, bound))
-    return _largest("gradient", pairs, tolerance)
+    return _largest(kind, pairs, tolerance)
 
 
 def measure_states(
@@ -281,7 +303,7 @@ def measure_states(
 
 
 def _largest(
-    kind: Literal["gradient", "weight"],
+    kind: Literal["gradient", "handed", "weight"],
     pairs: Sequence[tuple[str, Tensor, Tensor, float]],
     tolerance: Tolerance,
     before: Mapping[str, Tensor] | None = None,

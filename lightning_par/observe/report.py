@@ -22,6 +22,8 @@ class StartValues:
         continues: Whether optimizers and schedulers have taken steps already.
         learns: Whether a learning rate is not 0.
         groups: Numbers of every group of parameters of the optimizers, such as learning rates.
+        optimizers: The whole state of every optimizer, as one process has it; on rank 0. None:
+            nobody asked for them, or they cannot be gathered.
         put_outside: Puts back what the user's code keeps outside of its module as it was then.
         is_later: Whether the step comes after others of this run, and the hooks before it have run.
     """
@@ -32,6 +34,7 @@ class StartValues:
     continues: bool
     learns: bool = True
     groups: Sequence[Mapping[str, float]] = ()
+    optimizers: Sequence[Mapping[str, Any]] | None = None
     put_outside: Callable[[], None] = lambda: None
     is_later: bool = False
     batch: int = 0
@@ -45,20 +48,27 @@ class StepRecord:
         losses: Of every backward, weighted over the global batch.
         gradients: After every backward: name -> gradient, where there is one; None while they
             accumulate, or where nobody could see them.
+        handed: For every step of an optimizer the gradients that it was handed, after hooks and
+            clipping.
+        updated: Name -> parameter right after the last of these steps, before hooks that follow.
         state: Name -> parameter or buffer after the step.
         buffers: Names of the buffers.
         trains: Names of the parameters that are not frozen, on one process.
         draws: Whether the step drew random numbers.
+        restored: Whether optimizers went on from the states of the mesh, on one process.
         written: Names of parameters to which the forward of their module wrote, on one process.
         error: What ended the run, if it failed.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor] | None] = field(default_factory=list)
+    handed: list[dict[str, Tensor]] = field(default_factory=list)
+    updated: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     trains: frozenset[str] = frozenset()
     draws: bool = False
+    restored: bool = False
     written: set[str] = field(default_factory=set)
     error: BaseException | None = None
 

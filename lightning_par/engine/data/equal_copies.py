@@ -22,7 +22,7 @@ from lightning_par.dtensor import local_box, local_part
 from lightning_par.errors import VerificationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["EqualCopies", "differing_copies"]
+__all__ = ["EqualCopies", "differing_copies", "error_of_copies"]
 
 _EVERY = 16
 """Optimizer steps from one comparison to the next."""
@@ -125,23 +125,34 @@ class EqualCopies:
         yield
         work.wait()
         if int(flag):
-            raise VerificationError(
-                "LP805",
-                f"copies of weights differ: {_join(told)}. Either code writes to weights on some "
-                "ranks only, such as a callback inside of `if trainer.is_global_zero`: write on "
-                "every rank; or the memory of a device is faulty: go on from the last checkpoint "
-                "without that device. The difference arose after the comparison before this one; "
-                "verify=False compares nothing.",
-            )
+            raise error_of_copies(_join(told))
 
 
-def differing_copies(module: nn.Module, mesh: ParallelMesh, device: torch.device) -> str:
+def error_of_copies(told: str) -> VerificationError:
+    """Return the error of a run whose copies of weights differ.
+
+    Args:
+        told: Which differ, on which ranks and hosts.
+    """
+    return VerificationError(
+        "LP805",
+        f"copies of weights differ: {told}. Either code writes to weights on some ranks only, such "
+        "as a callback inside of `if trainer.is_global_zero`: write on every rank; or the memory "
+        "of a device is faulty: go on from the last checkpoint without that device. The difference "
+        "arose after the comparison before this one; verify=False compares nothing.",
+    )
+
+
+def differing_copies(
+    module: nn.Module, mesh: ParallelMesh, device: torch.device, *, buffers: bool = True
+) -> str:
     """Compare all copies of parameters at once, and of buffers between replicas.
 
     Args:
         module: See `EqualCopies`.
         mesh: Mesh of this run.
         device: Device of this rank.
+        buffers: Whether buffers are compared, too.
 
     Returns:
         Which differ, on which ranks and hosts, the same text on every rank; empty: none does.
@@ -151,7 +162,8 @@ def differing_copies(module: nn.Module, mesh: ParallelMesh, device: torch.device
     """
     told: list[str] = []
     parameters = module.named_parameters(), _AXES[device.type]
-    for named, axes in (parameters, (module.named_buffers(), _REPLICAS)):
+    others = module.named_buffers() if buffers else ()
+    for named, axes in (parameters, (others, _REPLICAS)):
         for axis, copies in _find_copies(dict(named), mesh, axes).items():
             pieces = [
                 _Piece(name=name, tensor=tensor, start=0, count=local_part(tensor).numel())

@@ -67,6 +67,10 @@ _COMPARED = {
         "the losses, which are equal, and then the gradients before hooks and clipping; that of "
         "this parameter differs most for its size."
     ),
+    "handed": (
+        "the losses and the gradients, which are equal, and then what hooks and clipping make of "
+        "the same gradients; that of this parameter differs most for its size."
+    ),
     "weight": (
         "the losses and the gradients, which are equal, and then the weights that the optimizer, "
         "hooks and callbacks make of the same gradients; this one differs most for its update."
@@ -86,8 +90,8 @@ def explain(difference: Difference, found: Findings) -> str:
         difference: What differs most.
         found: What else is known.
     """
-    is_late = difference.kind in ("weight", "closure")
-    tries = _of_update(found) if is_late else _of_backward(difference, found)
+    is_late = difference.kind in ("handed", "weight", "closure")
+    tries = _of_update(difference, found) if is_late else _of_backward(difference, found)
     lines = [
         f"{found.step} on {found.sizes} differs from the same step on one process: {difference}.",
         f"Compared: {_COMPARED[difference.kind]}",
@@ -111,8 +115,8 @@ def _facts(difference: Difference, found: Findings) -> Iterator[str]:
             "them where the data is made (in the dataset or collate_fn), or from a generator that "
             "is seeded by the sample."
         )
-    if difference.factor is not None and kind in ("gradient", "weight"):
-        what = "gradient" if kind == "gradient" else "update"
+    if difference.factor is not None and kind in ("gradient", "handed", "weight"):
+        what = "update" if kind == "weight" else "gradient"
         yield f"the {what} is {difference.factor:.4g} times that of one process."
     if kind == "gradient" and found.sizes.tensor > 1:
         styles, module = found.styles, name.rpartition(".")[0]
@@ -152,11 +156,11 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         )
 
 
-def _of_update(found: Findings) -> Iterator[str]:
+def _of_update(difference: Difference, found: Findings) -> Iterator[str]:
     """Yield what tells causes of other weights after equal gradients apart."""
     hooks = [name for name in _HOOKS if is_overridden(name, found.module, pl.LightningModule)]
     by = [*(f"{type(found.module).__name__}.{name}" for name in hooks), *found.callbacks]
-    if found.optimizers:
+    if found.optimizers and difference.kind != "handed":
         names = ", ".join(kind.__name__ for kind in found.optimizers)
         yield (
             f"torch.optim.SGD in place of {names}. If the step is equal then, what {names} does to "
@@ -168,6 +172,8 @@ def _of_update(found: Findings) -> Iterator[str]:
             f"without {', '.join(by)}. If the step is equal then, that reads or changes gradients "
             "or weights, of which a rank holds a part; clip with Trainer(gradient_clip_val=...)."
         )
+    if difference.kind == "handed":
+        return
     yield (
         f"to print the learning rate and other options of the optimizer: one that depends on the "
         f"number of processes (here {found.sizes.world_size}) has to be that of one process, as "

@@ -1,15 +1,19 @@
 """Whole tensors, losses and batches of the mesh, on rank 0."""
 
+import copy
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import broadcast_object, to_cpu
+from lightning_par.errors import CheckpointError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.batch_weights import weigh
@@ -18,6 +22,8 @@ __all__ = [
     "from_first",
     "gather_batches",
     "gather_gradients",
+    "gather_optimizers",
+    "gather_parameters",
     "gather_state",
     "global_loss",
 ]
@@ -78,6 +84,44 @@ def gather_gradients(model: ParallelModel) -> dict[str, Tensor]:
     """
     named = ((n, p.grad) for n, p in model.module.named_parameters())
     return _gather_tensors(named, model.resolved.canonical, model.mesh)
+
+
+def gather_parameters(model: ParallelModel) -> dict[str, Tensor]:
+    """Return all parameters, whole and copied to the CPU, on rank 0; elsewhere nothing.
+
+    Args:
+        model: The model on the mesh; nothing is gathered.
+
+    **Communicates**: as `_gather_tensors`.
+    """
+    named = model.module.named_parameters()
+    return _gather_tensors(named, model.resolved.canonical, model.mesh)
+
+
+def gather_optimizers(
+    model: ParallelModel, optimizers: Sequence[Optimizer]
+) -> list[dict[str, Any]] | None:
+    """Return the states of optimizers on rank 0, whole, as one process has them; elsewhere they are
+    empty. None: they cannot be gathered, as those that the host updates, or those of which nobody
+    knows which part a rank holds.
+
+    Args:
+        model: The model on the mesh.
+        optimizers: Those of this rank.
+
+    **Communicates**: whether each rank can give them, then the states.
+    """
+    if model.host is not None:
+        return None
+    local: list[dict[str, Any]] = []
+    with suppress(CheckpointError):
+        local += [model.states.local_optimizer(model.module, each) for each in optimizers]
+    lacks = torch.tensor(float(len(local) < len(optimizers)), device=model.module.device)
+    dist.all_reduce(lacks, dist.ReduceOp.MAX)
+    if bool(lacks):
+        return None
+    # Copies: of what no rank divides the step writes to the same tensors.
+    return [copy.deepcopy(model.states.gather_local_optimizer(state)) for state in local]
 
 
 def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:

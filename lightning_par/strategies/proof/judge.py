@@ -17,6 +17,7 @@ from lightning_par.observe.compare import (
     Difference,
     first_beyond,
     measure_backwards,
+    measure_handed,
     measure_states,
     Tolerance,
     tolerance_of,
@@ -103,36 +104,31 @@ class Judge:
         """
         if not self._has_valid_labels:
             raise CannotProveError("no label of its batch counts, for which one process gives NaN")
-        if self.given.start.is_later:
-            return self._judge_later()
+        is_later = self.given.start.is_later
         feeds = all(g is not None for g in self.noted.gradients[-1:])
-        one = self.one = self._run(gradients=self.noted.gradients if feeds else None)
-        lost = self._lost_write(one)
+        if feeds:
+            one = self._run(gradients=self.noted.gradients, handed=self.noted.handed)
+        else:
+            one = self._run(backwards=len(self.noted.losses) if is_later else None)
+        self.one = one
+        lost = None if is_later else self._lost_write(one)
         if lost is not None:
             return Differs(text=lost, kind="write")
-        if self.options.gradient_compression is not None:
+        if self.options.gradient_compression is not None and not is_later:
             self.notes.append("gradients, which are compressed, are not compared")
         difference = self._compare_backwards(one)
         if difference is not None and not one.draws:
             return self._explain(difference, one)
         update = self._compare_update(one) if feeds else None
-        if not feeds:
+        if not feeds and not is_later:
             self.notes.append("gradients and the update, which are on the host, are not compared")
         if update is not None:
             return self._explain(update, replace(one, draws=False))
-        if difference is None:
-            if self.noted.is_finite:
-                self._check_motion(one)
-            return None
-        return REHEARSE
-
-    def _judge_later(self) -> Differs | str | None:
-        """Compare losses and gradients of a step whose optimizers have states of steps before."""
-        one = self.one = self._run(backwards=len(self.noted.losses))
-        difference = self._compare_backwards(one)
-        if difference is None:
-            return None
-        return REHEARSE if one.draws else self._explain(difference, one)
+        if difference is not None:
+            return REHEARSE
+        if self.noted.is_finite and not is_later:
+            self._check_motion(one)
+        return None
 
     def _compare_backwards(self, one: StepRecord) -> Difference | None:
         noted = self.noted
@@ -324,24 +320,35 @@ class Judge:
             )
 
     def _compare_update(self, one: StepRecord) -> Difference | None:
+        start, noted = self.given.start, self.noted
+        why_not = self._why_no_update(one)
+        if why_not:
+            if not start.is_later:
+                self.notes.append(why_not)
+            return None
+        tolerance = tolerance_of(*(t.dtype for t in start.tensors.values()))
+        # Callbacks do not run on one process in a later step.
+        if not (start.is_later and self.skeleton.changes_gradients):
+            handed = first_beyond(measure_handed(noted, one, tolerance))
+            if handed is not None:
+                return handed
+        if start.continues:
+            pair = noted.updated, one.updated
+        else:
+            left_out = one.buffers if one.draws else frozenset()
+            pair = noted.state, {n: t for n, t in one.state.items() if n not in left_out}
+        return first_beyond(measure_states(start.tensors, *pair, tolerance))
+
+    def _why_no_update(self, one: StepRecord) -> str:
+        """Return why the update is not compared; empty: it is."""
         if not self.noted.is_finite:
-            self.notes.append("the update is not compared, as the loss or a gradient is not finite")
-            return None
-        if self.given.start.continues:
-            self.notes.append("the update, which continues loaded states, is not compared")
-            return None
-        if self.skeleton.problems:
+            return "the update is not compared, as the loss or a gradient is not finite"
+        if self.given.start.continues and not one.restored:
+            return "the update, which continues loaded states, is not compared"
+        if self.skeleton.problems and not self.given.start.is_later:
             left = "; ".join(self.skeleton.problems)
-            self.notes.append(f"the update is not compared, as callbacks cannot be copied ({left})")
-            return None
-        after = one.state
-        if one.draws:
-            after = {n: t for n, t in after.items() if n not in one.buffers}
-        dtypes = [t.dtype for t in self.given.start.tensors.values()]
-        tolerance = tolerance_of(*dtypes)
-        return first_beyond(
-            measure_states(self.given.start.tensors, self.noted.state, after, tolerance)
-        )
+            return f"the update is not compared, as callbacks cannot be copied ({left})"
+        return ""
 
     @property
     def tolerance(self) -> Tolerance:

@@ -39,6 +39,13 @@ from lightning_par.observe.outside import outside_kept
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.proof.silence import silent
 from lightning_par.strategies.proof.skeleton import Skeleton
+from lightning_par.strategies.proof.updates import (
+    copies_of_gradients,
+    restore,
+    take_over,
+    watch_steps,
+    with_gradients,
+)
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.step_traces import LogCall, logs_off, noted_logs
@@ -64,6 +71,8 @@ class GivenStep:
             could not be sent.
         arguments: What else `training_step` was given with each batch.
         random_states: Of the generators of rank 0 at the start of each batch.
+        handed: What the mesh handed to every step of an optimizer; taken over right before it, in
+            the same way.
         gradients: What the mesh computed in every backward; taken over before hooks and optimizer
             see the own ones, so that an optimizer that divides by tiny gradients gives the same.
             None: the own ones stay.
@@ -75,11 +84,14 @@ class GivenStep:
     arguments: list[Sequence[Any]] = field(default_factory=list)
     random_states: list[dict[str, Any]] = field(default_factory=list)
     gradients: Sequence[Mapping[str, Tensor] | None] | None = None
+    handed: Sequence[Mapping[str, Tensor]] = ()
     backwards: int | None = None
 
 
 class _Alone(SingleDeviceStrategy):
-    """Notes losses and gradients of every backward."""
+    """Notes losses and gradients of every backward, what optimizers are handed, and what they make
+    of it.
+    """
 
     def __init__(
         self,
@@ -104,17 +116,33 @@ class _Alone(SingleDeviceStrategy):
             raise RuntimeError(
                 "configure_optimizers gives the optimizer of the run once more, which has stepped"
             )
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         named = dict(module.named_parameters(remove_duplicate=False))
         replace_parameters(self.optimizers, self._originals, named)
+        watch_steps(self.precision_plugin, self._note_handed, self._note_updated)
+
+    def _note_handed(self) -> None:
+        named = with_gradients(self._module)
+        number = len(self._record.handed)
+        self._record.handed.append(copies_of_gradients(named))
+        if number < len(self._given.handed):
+            take_over(self._given.handed[number], named)
+
+    def _note_updated(self) -> None:
+        named = self._module.named_parameters()
+        self._record.updated = {name: p.detach().cpu().clone() for name, p in named}
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self.lightning_module
+        assert module is not None
+        return module
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
+        module, plugin = self._module, self.precision_plugin
         loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._note(module, loss)
@@ -124,15 +152,13 @@ class _Alone(SingleDeviceStrategy):
         record, given = self._record, self._given
         number = len(record.losses)
         record.losses.append(float(loss.detach()))
-        named = [(n, p) for n, p in module.named_parameters() if p.grad is not None]
-        record.gradients.append({n: p.grad.detach().cpu().clone() for n, p in named})  # type: ignore[union-attr]
+        named = with_gradients(module)
+        record.gradients.append(copies_of_gradients(named))
         if given.backwards == number + 1:
             raise TunerExit
         found = (given.gradients or [])[number : number + 1]
         if found and found[0] is not None:
-            for name, parameter in named:
-                if name in found[0]:
-                    parameter.grad.copy_(found[0][name])  # type: ignore[union-attr]
+            take_over(found[0], named)
 
 
 class _Batches:
@@ -334,6 +360,7 @@ def _prepare(
         if begun != done:  # not where an optimizer computes the loss once more
             if begun < 0:
                 _refill(module, given.start.tensors)
+                record.restored = restore(module.trainer.optimizers, given.start.optimizers)
             begun = done
             restore_random_states(given.random_states[done], device)
         if given.start.is_later:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,6 +27,7 @@ _OWN = frozenset(vars(pl.LightningModule()))
 _NO_STATE: tuple[type, ...] = (FunctionType, MethodType, nn.Module, dist.ProcessGroup)
 _NO_STATE += (Dataset, DataLoader, pl.LightningDataModule)
 _MISSING = object()
+_OF_GRADIENTS = "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"
 _OURS = ("lightning.", "lightning_par.", "lightning_fabric.", "pytorch_lightning.")
 
 
@@ -47,6 +49,7 @@ class Skeleton:
         module: The copy; parameters are on meta.
         callback_names: Classes of the user's own callbacks.
         problems: Callbacks that could not be copied, and why.
+        changes_gradients: Whether a callback has a hook between a backward and the update.
 
     Raises:
         Exception: Whatever the module's own `__deepcopy__` and that of its attributes raise.
@@ -81,10 +84,13 @@ class Skeleton:
         self._callbacks: list[Callback] = []
         self.callback_names: list[str] = []
         self.problems: list[str] = []
+        self.changes_gradients = False
         for callback in callbacks:
             if type(callback).__module__.startswith(_OURS) and type(callback) is not LambdaCallback:
                 continue
             self.callback_names.append(type(callback).__name__)
+            hooks = (is_overridden(name, callback, Callback) for name in _OF_GRADIENTS)
+            self.changes_gradients |= any(hooks)
             try:
                 self._callbacks.append(copy.deepcopy(callback, memo))
             except Exception as error:

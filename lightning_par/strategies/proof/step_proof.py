@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_par.engine.data.equal_copies import differing_copies, error_of_copies
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.errors import VerificationError
@@ -29,6 +30,7 @@ from lightning_par.strategies.proof.gathering import (
     from_first,
     gather_batches,
     gather_gradients,
+    gather_optimizers,
     gather_state,
     global_loss,
 )
@@ -44,6 +46,7 @@ from lightning_par.strategies.proof.odd_data import find_odd, Size, size_of
 from lightning_par.strategies.proof.one_process import GivenStep
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.proof.skeleton import Skeleton
+from lightning_par.strategies.proof.updates import NotedUpdates
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 
@@ -57,8 +60,9 @@ __all__ = [
 
 LARGEST = 2**30
 """Bytes of parameters up to which ``verify="auto"`` proves the first step."""
-_COPIES = 8
-"""Parameters, gradients and two states, and what the mesh had, in units of the parameters."""
+_COPIES = 12
+"""Parameters, gradients before and after hooks, and two states, and what the mesh had of them, in
+units of the parameters."""
 NOT_PROVED = "is not proved to equal that of one process"
 _HELD = 8
 """Batches of a step that are held on the device until its verdict, to be taken again."""
@@ -137,6 +141,7 @@ class StepProof:
         self._parts: list[Tensor] = []
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
+        self._updates: NotedUpdates | None = None
         self._deferred = False  # what the optimizer on the host does without the proof
 
     def close(self) -> None:
@@ -146,6 +151,8 @@ class StepProof:
 
     def _end_step(self) -> None:
         """Let go of what was noted of a step."""
+        if self._updates is not None:
+            self._updates.close()
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
             self._model.gradients.before_refusal = None
@@ -267,18 +274,22 @@ class StepProof:
             self._deferred = model.host.defers
             model.host.defers |= model.host.shows_update
         step, held = model.module.global_step, model.module.trainer.optimizers
+        continues = step > 0 or any(map(_has_stepped, held))
         start = StartValues(
             tensors=gather_state(model),
             global_step=step,
             epoch=model.module.current_epoch,
             batch=model.module.trainer.fit_loop.batch_idx,
-            continues=step > 0 or any(map(_has_stepped, held)),
+            continues=continues,
+            optimizers=gather_optimizers(model, held) if continues else None,
             groups=numbers_of(held),
             put_outside=self._outside(model.module),
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
         self._given, self._parts = GivenStep(start=start), copy_parts(model.module)
+        if model.host is None:
+            self._updates = NotedUpdates(model, plugin, self._noted, follows=continues)
         self._watch_end(model)
         return True
 
@@ -421,6 +432,8 @@ class StepProof:
             repeats = step.can_repeat and not from_first(self._follow(model.module))
             return find_fault(verdict, judge, step, repeats=repeats)
         if verdict is None:
+            if copies := differing_copies(model.module, model.mesh, self._device, buffers=False):
+                return error_of_copies(copies)
             self._look_at_data(judge)
         assert verdict is None or isinstance(verdict, CannotProveError)
         return verdict

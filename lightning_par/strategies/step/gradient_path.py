@@ -48,7 +48,7 @@ from lightning_par.strategies.step.loss_form import FormWatch
 from lightning_par.strategies.step.pipelined_step import put_gradients, take_gradients
 from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 
-__all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
+__all__ = ["GradientAction", "GradientPath", "MeshPrecision", "Phase", "mesh_precision"]
 
 _NAMED = 3
 """How many parameters and ranks a message names."""
@@ -440,10 +440,17 @@ class GradientPath:
         return f"step {step}: the norm of loss and gradients is {float(norm)}: {'; '.join(said)}."
 
 
-class _MeshPrecision(Precision):
+class MeshPrecision(Precision):
     """Runs the backward of a step of the mesh, and sends the gradients along a `GradientPath` where
     a plugin would clip those of one device.
+
+    Attributes:
+        before_update: Called right before an optimizer updates, after hooks and clipping.
+        after_update: Called right after it, before hooks that follow.
     """
+
+    before_update: Callable[[], None] | None = None
+    after_update: Callable[[], None] | None = None
 
     given: Precision  # the plugin that was adopted, as the user made it
     gradients: GradientPath
@@ -468,7 +475,10 @@ class _MeshPrecision(Precision):
             if self.gradients.mixes_kinds:
                 stack.enter_context(implicit_replication())
                 closure = partial(_outside, stack, closure)
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if self.after_update is not None:
+            self.after_update()
+        return output
 
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         optimizers = module.trainer.optimizers
@@ -482,6 +492,8 @@ class _MeshPrecision(Precision):
             plain_after_closure(self, model, optimizer)
         if self.gradients.host is not None:
             self.gradients.host.finish_deferred()
+        if self.before_update is not None:
+            self.before_update()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)
@@ -505,14 +517,14 @@ def _outside(stack: ExitStack, closure: Callable[[], Any]) -> Any:
     return output
 
 
-def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
+def mesh_precision(kind: type[Precision]) -> type[MeshPrecision]:
     """Return a subclass of a precision plugin's class whose clipping is that of a `GradientPath`.
 
     It keeps the name, by which checkpoints find the plugin's state.
     """
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     is_lightnings = kind.__module__.partition(".")[0] == "lightning"
-    return type(kind.__name__, (_MeshPrecision, kind), {**names, "is_lightnings": is_lightnings})
+    return type(kind.__name__, (MeshPrecision, kind), {**names, "is_lightnings": is_lightnings})
 
 
 def _is_own(name: str, held: object, base: type) -> bool:

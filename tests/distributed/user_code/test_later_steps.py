@@ -59,11 +59,55 @@ class Flipping(Callback):
                 local_part(next(pl_module.parameters())).view(-1)[0] += 10
 
 
+class Stopping(torch.optim.AdamW):
+    """Leaves out its fifth step on one rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps != 5 or not dist.is_initialized() or dist.get_rank() != 1:
+            return super().step(closure)
+        return closure()
+
+
+class Adaptive(Stateful):
+    """Its optimizer has states; it may stop on a rank, or get gradients that are clipped there by
+    a hook of the module."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def configure_optimizers(self) -> Any:
+        kind = Stopping if self.fault == "stops" else torch.optim.AdamW
+        return kind(self.parameters(), lr=0.01)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, 0.05, "norm")
+        if self.fault == "clips" and self.global_step == 4 and dist.is_initialized():
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    local_part(parameter.grad).mul_(1 - 0.5 * dist.get_rank())
+
+
 def _train(
-    rank: int, world: int, layout: str, every: int, flips: bool, accumulates: int, drops: bool
+    rank: int,
+    world: int,
+    layout: str,
+    every: int,
+    flips: bool,
+    accumulates: int,
+    drops: bool,
+    fault: str | None = None,
 ) -> tuple[list[str], str, int]:
     torch.manual_seed(0)
-    module, messages = Stateful(drops=drops), Messages()
+    module = Stateful(drops=drops) if fault is None else Adaptive(fault)
+    messages = Messages()
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(messages)
     strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=f"every {every}")
@@ -120,6 +164,33 @@ def test_a_replica_whose_weight_flips_is_caught_at_the_next_proof() -> None:
         assert "differed from the same step on one process" in error
         assert re.search(r"net\.\S+, of which the ranks of dp_replicate hold copies", error)
         assert "LP807" in error
+    assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step"]
+
+
+_ADAPTIVE = ("tp2", "zero3", "pp2_one_microbatch")
+
+
+@pytest.mark.parametrize("layout", _ADAPTIVE)
+def test_states_of_optimizers_go_on_in_a_later_proof(layout: str) -> None:
+    found = run_ranks(_train, 2, layout, 3, False, 1, False, "", timeout=120)
+    for _, error, steps in found:
+        assert (error, steps) == ("", 7)
+    assert len(found[0][0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("stops", "after the step has the norm"),
+        ("clips", ", as the optimizer gets it, has the norm"),
+    ],
+)
+@pytest.mark.parametrize("layout", _ADAPTIVE)
+def test_another_update_from_equal_gradients_is_told(layout: str, fault: str, told: str) -> None:
+    found = run_ranks(_train, 2, layout, 4, False, 1, False, fault, timeout=120)
+    for _, error, _ in found:
+        assert "step 4 on" in error
+        assert told in error
     assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step"]
 
 

@@ -1,0 +1,114 @@
+"""What optimizers go on from, what they are handed, and what they make of it."""
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn, Tensor
+from torch.optim import Optimizer
+
+from lightning_par.observe.report import StepRecord
+from lightning_par.strategies.proof.gathering import gather_gradients, gather_parameters
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.gradient_path import MeshPrecision
+
+__all__ = [
+    "NotedUpdates",
+    "copies_of_gradients",
+    "restore",
+    "take_over",
+    "watch_steps",
+    "with_gradients",
+]
+
+
+class NotedUpdates:
+    """Notes what the mesh hands to optimizers and, if asked, what they make of it.
+
+    Args:
+        model: The model on the mesh.
+        plugin: Its precision plugin, which calls before and after every update.
+        noted: Where it is noted, on rank 0.
+        follows: Whether the parameters are noted, too, after each update.
+
+    **Communicates**: before every update the gradients, and after it the parameters, to rank 0.
+    """
+
+    def __init__(
+        self, model: ParallelModel, plugin: Precision, noted: StepRecord, *, follows: bool
+    ) -> None:
+        self._model, self._plugin, self._noted = model, cast(MeshPrecision, plugin), noted
+        self._plugin.before_update = self._before
+        self._plugin.after_update = self._after if follows else None
+
+    def close(self) -> None:
+        """Note nothing any more."""
+        self._plugin.before_update = self._plugin.after_update = None
+
+    def _before(self) -> None:
+        self._noted.handed.append(gather_gradients(self._model))
+
+    def _after(self) -> None:
+        self._noted.updated = gather_parameters(self._model)
+
+
+def watch_steps(
+    plugin: Precision, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call a function right before every optimizer updates, and one right after; return what ends
+    that.
+
+    Args:
+        plugin: Runs the hooks and the clipping before an update, and then the update.
+        before: Called once hooks and clipping are through.
+        after: Called before hooks that follow.
+    """
+    kept = ExitStack()
+
+    def call_behind(name: str, following: Callable[[], None]) -> None:
+        plain = getattr(plugin, name)
+
+        @functools.wraps(plain)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            output = plain(*args, **kwargs)
+            following()
+            return output
+
+        vars(plugin)[name] = called
+        kept.callback(vars(plugin).pop, name, None)
+
+    call_behind("_after_closure", before)
+    call_behind("optimizer_step", after)
+    return kept.close
+
+
+def with_gradients(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a module that have a gradient, with their names."""
+    return [(n, p) for n, p in module.named_parameters() if p.grad is not None]
+
+
+def copies_of_gradients(named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """Return copies of their gradients on the CPU."""
+    return {n: p.grad.detach().cpu().clone() for n, p in named}  # type: ignore[union-attr]
+
+
+def take_over(given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Put the numbers of the mesh in the place of the own gradients."""
+    for name, parameter in named:
+        if name in given:
+            parameter.grad.copy_(given[name])  # type: ignore[union-attr]
+
+
+def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Give optimizers the states of those on the mesh; return whether they have them."""
+    if states is None:
+        return False
+    try:
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(dict(state)))
+    except Exception:  # of an optimizer that loads in a way of its own
+        return False
+    return True
