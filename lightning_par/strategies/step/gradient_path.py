@@ -26,6 +26,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.data.compression.reduction import CompressedGradients
@@ -463,10 +464,12 @@ class MeshPrecision(Precision):
         # A plugin of somebody else's may do anything with gradients.
         return self.gradients.in_hooks(names, optimizers, surely=not self.is_lightnings)
 
+    @override
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         with self.around_backward(tensor) as weighted:
             super().backward(weighted, *args, **kwargs)
 
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
@@ -480,6 +483,7 @@ class MeshPrecision(Precision):
             self.after_update()
         return output
 
+    @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         optimizers = module.trainer.optimizers
         with self._in_hooks(("on_after_backward",), optimizers):
@@ -495,9 +499,11 @@ class MeshPrecision(Precision):
         if self.before_update is not None:
             self.before_update()
 
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)
 
+    @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=True)
 
