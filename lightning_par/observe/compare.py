@@ -11,7 +11,7 @@ such runs are compared by their largest entries, and their weights as they are.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ class Tolerance:
         nothing: Norm of the difference, relative to the norm of all gradients.
         update: Norm of the difference of a weight, relative to the norm of its update.
         rounding: Norm of the difference of a weight, relative to the norm of the weight.
+        handed: Norm of the difference of a gradient after hooks and clipping, relative to the norm.
         factor: Norm of what no factor explains, relative to the norm.
         least: What the norm of a tensor counts as if it is smaller.
         order: Order of the norms; infinity gives the largest entry.
@@ -53,6 +54,7 @@ class Tolerance:
     nothing: float
     update: float
     rounding: float
+    handed: float
     factor: float = 1e-3
     least: float = 0.0
     order: float = 2.0
@@ -75,13 +77,21 @@ class Tolerance:
 
 
 _TOLERANCES = {
-    torch.float64: Tolerance(loss=5e-7, gradient=2e-6, nothing=2e-8, update=1e-6, rounding=1e-11),
-    torch.float32: Tolerance(loss=2e-5, gradient=2e-3, nothing=2e-5, update=2e-3, rounding=1e-6),
-    torch.bfloat16: Tolerance(loss=2e-2, gradient=0.1, nothing=3e-2, update=2e-2, rounding=1e-2),
-    torch.float16: Tolerance(loss=5e-3, gradient=5e-2, nothing=1e-2, update=2e-2, rounding=2e-3),
+    torch.float64: Tolerance(
+        loss=5e-7, gradient=2e-6, nothing=2e-8, update=1e-6, rounding=1e-11, handed=1e-9
+    ),
+    torch.float32: Tolerance(
+        loss=2e-5, gradient=2e-3, nothing=2e-5, update=2e-3, rounding=1e-6, handed=1e-4
+    ),
+    torch.bfloat16: Tolerance(
+        loss=2e-2, gradient=0.1, nothing=3e-2, update=2e-2, rounding=1e-2, handed=2e-2
+    ),
+    torch.float16: Tolerance(
+        loss=5e-3, gradient=5e-2, nothing=1e-2, update=2e-2, rounding=2e-3, handed=5e-3
+    ),
 }
 EXACT = Tolerance(
-    **dict.fromkeys(("loss", "gradient", "rounding", "factor"), 1e-9),
+    **dict.fromkeys(("loss", "gradient", "rounding", "handed", "factor"), 1e-9),
     nothing=0.0,
     update=0.0,
     least=1.0,
@@ -255,7 +265,8 @@ def measure_handed(mesh: StepRecord, one: StepRecord, tolerance: Tolerance) -> I
     """
     if len(mesh.handed) == len(one.handed):
         for got, wanted in zip(mesh.handed, one.handed, strict=True):
-            yield from _measure_gradients("handed", got, wanted, tolerance)
+            near = replace(tolerance, gradient=tolerance.handed, nothing=tolerance.rounding)
+            yield from _measure_gradients("handed", got, wanted, near)
 
 
 def _measure_gradients(

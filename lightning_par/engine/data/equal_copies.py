@@ -22,7 +22,7 @@ from lightning_par.dtensor import local_box, local_part
 from lightning_par.errors import VerificationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["EqualCopies", "differing_copies", "error_of_copies"]
+__all__ = ["EqualCopies", "differing_copies", "error_of_copies", "share_copies"]
 
 _EVERY = 16
 """Optimizer steps from one comparison to the next."""
@@ -174,6 +174,23 @@ def differing_copies(
             dist.all_gather_object(every, own, group=mesh.group(axis))
             told += _differences(axis, mesh, pieces, every)
     return _join(dict.fromkeys(told))
+
+
+@torch.no_grad()
+def share_copies(module: nn.Module, mesh: ParallelMesh, device: torch.device) -> None:
+    """Give all copies of parameters the values that the first rank of each axis holds.
+
+    Args:
+        module: See `EqualCopies`.
+        mesh: Mesh of this run.
+        device: Device of this rank.
+
+    **Communicates**: a number for each parameter, then the parameters, over each axis.
+    """
+    named = dict(module.named_parameters())
+    for axis, copies in _find_copies(named, mesh, _AXES[device.type]).items():
+        for tensor in copies.values():
+            dist.broadcast(local_part(tensor), group=mesh.group(axis), group_src=0)
 
 
 def _find_copies(

@@ -4,16 +4,18 @@ Note [Software or machine]: a fault of the software comes again whenever the sam
 of a device, such as a flipped bit, does not. So weights of which ranks hold copies are compared
 first: where these differ, a device has changed one, or code that runs on some ranks only. Else the
 mesh takes forward and backward again, from the weights that the step began with, and so does one
-process. A device is blamed only if three things hold: both are equal this time, one process
-computes what it did the first time, and the mesh does not. Else, as where hooks have changed
-attributes since, the difference is one of the software. What the mesh computed otherwise the first
-time tells which ranks it can be.
+process. Where copies differ, too, as a sum that is missing also makes them differ: from the values
+that the first rank of each axis holds, and software is to blame if the step differs again. A device
+is blamed only if three things hold: both are equal this time, one process computes what it did the
+first time, and the mesh does not. Else, as where hooks have changed attributes since, the
+difference is one of the software. What the mesh computed otherwise the first time tells which ranks
+it can be.
 """
 
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.dtensor import local_box
-from lightning_par.engine.data.equal_copies import differing_copies
+from lightning_par.engine.data.equal_copies import differing_copies, share_copies
 from lightning_par.errors import VerificationError
 from lightning_par.observe.compare import first_beyond, measure_backwards, Tolerance
 from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.proof.gathering import from_first
 from lightning_par.strategies.proof.judge import agree, CannotProveError, Differs, Judge
-from lightning_par.strategies.proof.second_step import MeshStep
+from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["find_fault"]
@@ -74,18 +76,22 @@ def find_fault(
     model = first.model
     if verdict.kind == "write":
         return VerificationError("LP801", verdict.text)
+    repeats = repeats and verdict.kind in ("loss", "gradient")
     with first.at_begin():  # an update may follow from the software, and differ
         copies = differing_copies(model.module, model.mesh, first.device)
-    if copies:
-        text = from_first(None if judge is None else _of_copies(judge, copies))
-        return VerificationError("LP807", text)
-    if verdict.kind not in ("loss", "gradient") or not repeats:
+        if copies and repeats:
+            share_copies(model.module, model.mesh, first.device)
+            first = replace(first, parts=copy_parts(model.module))
+    if not repeats:
+        if copies:
+            text = from_first(None if judge is None else _of_copies(judge, copies))
+            return VerificationError("LP807", text)
         return VerificationError("LP801", verdict.text)
     second = first.take()
     ranks: list[Any] = [None] * dist.get_world_size()
     own = _describe(model, (first.own_losses, second.own_losses))
     dist.all_gather_object(ranks, own)
-    found = agree(lambda: _judge_both(judge, first, second.record, ranks))  # type: ignore[arg-type]
+    found = agree(lambda: _judge_both(judge, first, second.record, ranks, copies))  # type: ignore[arg-type]
     if isinstance(found, CannotProveError):
         return VerificationError("LP801", verdict.text)
     text, is_device = found
@@ -128,9 +134,16 @@ def _describe(model: ParallelModel, losses: tuple[list[float], list[float]]) -> 
 
 
 def _judge_both(
-    judge: Judge, first: MeshStep, mesh: StepRecord, ranks: Sequence[_Rank]
+    judge: Judge, first: MeshStep, mesh: StepRecord, ranks: Sequence[_Rank], copies: str
 ) -> tuple[str, bool]:
     """Compare both takes of the step.
+
+    Args:
+        judge: What has compared the first one.
+        first: It.
+        mesh: What the mesh computed in the second one.
+        ranks: What each rank says.
+        copies: Which copies of weights differed when the step began.
 
     Returns:
         The text of the error, and whether a device is to blame.
@@ -146,6 +159,8 @@ def _judge_both(
         )
         text = judge.explain(difference, draws=before.draws, step=judge.step, again=again)
         return text, False
+    if copies:
+        return _of_copies(judge, copies), True
     changed = first_beyond(measure_backwards(first.record, mesh, tolerance))
     if changed is None or first_beyond(measure_backwards(one, before, tolerance)):
         text = judge.explain(difference, draws=before.draws, step=judge.step)

@@ -69,7 +69,8 @@ class MeshStep:
             and options.gradient_compression is None
             and (self.drops or options.compile_blocks is False)
             and getattr(self.plugin, "scaler", None) is None
-            and len(self.record.losses or self.args) == len(self.args)
+            # Batches are taken alone, and do not add their gradients up as those of a step do.
+            and len(self.record.losses or self.args) == len(self.args) == 1
         )
 
     def rehearsal(self, tensors: Mapping[str, Tensor]) -> "MeshStep":
