@@ -343,6 +343,9 @@ class Judge:
         """Return why the update is not compared; empty: it is."""
         if not self.noted.is_finite:
             return "the update is not compared, as the loss or a gradient is not finite"
+        dtypes = {t.dtype for t in self.given.start.tensors.values()}
+        if self.model.host is not None and torch.float16 in dtypes:
+            return "the update, which the host computes in float32, is not compared"
         if self.given.start.continues and not one.restored:
             return "the update, which continues loaded states, is not compared"
         if self.skeleton.problems and not self.given.start.is_later:
