@@ -17,7 +17,7 @@ from lightning_par.engine.pipeline.executor import _Walk
 from lightning_par.engine.pipeline.p2p import Channel
 from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights
 
-EXPERTS: dict[str, Any] = {"experts": True, "overrides": {"balance": "bias"}}
+EXPERTS: dict[str, Any] = {"experts": True}
 
 
 @fault("micro-batches weigh alike, whatever labels they have", PP, {}, LATER)

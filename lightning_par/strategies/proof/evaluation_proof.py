@@ -104,7 +104,9 @@ class EvaluationProof:
         which = f"the first batch of {name}{loader}"
         reason = "replicas may predict unequal numbers of batches."
         if name != "predict_step" or model.mesh.sizes.data == 1:
-            run = reason_of_run(self._skeleton, model.module, model.resolved.plan.batch)
+            run = reason_of_run(self._skeleton, model.module)
+            if not run and model.resolved.plan.batch.local_statistics:
+                run = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
             alone = "each replica runs the step on its own samples, as the log says."
             reason = from_first(run or (alone if known.is_of_replica else ""))
         if reason:

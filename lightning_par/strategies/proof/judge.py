@@ -35,6 +35,7 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.causes import explain, Findings
 from lightning_par.strategies.proof.gathering import from_first
 from lightning_par.strategies.proof.one_process import GivenStep, run_alone
+from lightning_par.strategies.proof.parted_batch import part_batch, PartedBatch
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
@@ -261,6 +262,11 @@ class Judge:
         """
         return replace(self.given, batches=self.joined)
 
+    @property
+    def _is_parted(self) -> bool:
+        """Whether one process takes the step part by part; see Note [Local statistics]."""
+        return self.model.resolved.plan.batch.local_statistics
+
     @cached_property
     def joined(self) -> list[Any]:
         """The global batches."""
@@ -269,15 +275,22 @@ class Judge:
             if parts is None:
                 raise CannotProveError("a batch cannot be sent to rank 0")
             try:
-                joined.append(join_batches(parts))
+                joined.append(self._part(parts) if self._is_parted else join_batches(parts))
             except CannotJoinError as reason:
+                if self._is_parted:
+                    raise CannotProveError(str(reason)) from None
                 joined.append(self._pad(parts, reason))
         return joined
+
+    def _part(self, replicas: Sequence[Any]) -> PartedBatch:
+        sums = bool(self.model.resolved.plan.replica_sums)
+        return part_batch(replicas, self.model.steps, sums=sums)
 
     @property
     def _has_valid_labels(self) -> bool:
         """Whether any label of the step counts."""
-        counts = [self.model.steps.has_valid_labels(batch) for batch in self.joined]
+        parts = (b["parts"] if self._is_parted else [b] for b in self.joined)
+        counts = [self.model.steps.has_valid_labels(part) for each in parts for part in each]
         return any(counted is None or bool(counted) for counted in counts)
 
     def _pad(self, parts: Sequence[Any], reason: CannotJoinError) -> Any:
@@ -335,7 +348,8 @@ class Judge:
         if start.continues:
             pair = noted.updated, one.updated
         else:
-            left_out = one.buffers if one.draws else frozenset()
+            # Each rank keeps the statistics of its own parts.
+            left_out = one.buffers if one.draws or self._is_parted else frozenset()
             pair = noted.state, {n: t for n, t in one.state.items() if n not in left_out}
         return first_beyond(measure_states(start.tensors, *pair, tolerance))
 

@@ -8,6 +8,7 @@ from time import monotonic
 from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.data.joined_batch import cut_replica, samples_of
 from lightning_par.strategies.proof.judge import CannotProveError, Judge
+from lightning_par.strategies.proof.parted_batch import PartedBatch
 
 __all__ = ["Size", "find_odd", "size_of"]
 
@@ -71,6 +72,8 @@ def _absolute(loss: float) -> float:
 def _odd_rows(judge: Judge, number: int) -> str:
     """Return which rows have an odd loss of their own, as a sentence; empty: that is not known."""
     batch, start = judge.joined[number], monotonic()
+    if isinstance(batch, PartedBatch):
+        return ""
     count, losses = samples_of(batch), dict[int, float]()
     if not 1 < count <= _ROWS:
         return ""

@@ -37,6 +37,7 @@ from lightning_par.engine.rng import (
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.observe.outside import outside_kept
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
+from lightning_par.strategies.proof.parted_batch import PartedBatch, run_parts
 from lightning_par.strategies.proof.silence import silent
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.proof.updates import (
@@ -367,7 +368,9 @@ def _prepare(
             _follow(module.trainer.optimizers, given.start.groups)
         before = collect_random_states(device)
         with _noting_writes(module, record.written):
-            result = step(batch, *given.arguments[done])
+            rest = given.arguments[done]
+            parted = isinstance(batch, PartedBatch)
+            result = run_parts(step, batch, rest) if parted else step(batch, *rest)
         record.draws |= not states_alike(before, collect_random_states(device))
         return result
 

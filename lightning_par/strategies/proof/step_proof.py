@@ -44,6 +44,7 @@ from lightning_par.strategies.proof.judge import (
 )
 from lightning_par.strategies.proof.odd_data import find_odd, Size, size_of
 from lightning_par.strategies.proof.one_process import GivenStep
+from lightning_par.strategies.proof.parted_batch import why_not_parted
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.proof.updates import NotedUpdates
@@ -219,7 +220,9 @@ class StepProof:
         return None if self.is_over else from_first(self._reason(module, plugin, layout))
 
     def _reason(self, module: pl.LightningModule, plugin: Precision, layout: BatchLayout) -> str:
-        reason = reason_of_run(self._skeleton, module, layout)
+        reason = reason_of_run(self._skeleton, module)
+        if not reason and layout.local_statistics:
+            reason = why_not_parted(module)
         if not reason and getattr(plugin, "scaler", None) is not None:
             reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
         return reason
@@ -467,23 +470,18 @@ class StepProof:
             _logger.warning(odd)
 
 
-def reason_of_run(
-    skeleton: Skeleton | str | None, module: pl.LightningModule, layout: BatchLayout
-) -> str:
+def reason_of_run(skeleton: Skeleton | str | None, module: pl.LightningModule) -> str:
     """Return why nothing of a run can be proved, as rank 0 knows it; empty: it can.
 
     Args:
         skeleton: From `take_skeleton`.
         module: The user's LightningModule.
-        layout: What is declared of its batches.
     """
     if isinstance(skeleton, str) and skeleton:
         return skeleton
     callbacks: Any = getattr(module.trainer, "callbacks", ())
     if any(map(_tunes, callbacks)):
         return "a tuner has changed the run since it was set up."
-    if layout.local_statistics:
-        return "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
     return ""
 
 

@@ -392,14 +392,6 @@ def times_the_number_of_processes() -> Any:
     return of_world(lambda module: module.trainer.world_size)
 
 
-@CASES.add()
-def times_the_number_of_processes_with_statistics_of_parts() -> Any:
-    """So that the proof, which is on, leaves the step out."""
-    module, samples = times_the_number_of_processes()
-    module.batch = replace(module.batch, local_statistics=True)
-    return module, samples
-
-
 @CASES.add(refused={"pp2": _OF_WORLD}, strategy={"verify": False})
 def times_the_number_of_ranks() -> Any:
     return of_world(lambda _: dist.get_world_size() if dist.is_initialized() else 1)
@@ -457,14 +449,7 @@ def _warned(rank: int, world: int, case: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "times_the_number_of_processes",
-        "times_the_number_of_processes_with_statistics_of_parts",
-        "a_loss_that_rank_zero_doubles",
-    ],
-)
+@pytest.mark.parametrize("case", ["times_the_number_of_processes", "a_loss_that_rank_zero_doubles"])
 def test_what_replicas_compute_with_their_number_is_named_where_nothing_is_proved(
     case: str,
 ) -> None:
