@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from lightning_par.strategies.data.joined_batch import CannotJoinError, join_batches
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.runner import StepRunner
 
 __all__ = ["PartedBatch", "part_batch", "run_parts", "why_not_parted"]
+
+_OF_ONE_PART = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 class PartedBatch(dict[str, Any]):
@@ -55,7 +57,7 @@ def part_batch(replicas: Sequence[Any], steps: StepRunner, *, sums: bool) -> Par
     """
     cut = [list(zip(*steps.cut(batch), strict=True)) for batch in replicas]
     if sums:
-        if any(isinstance(module, _BatchNorm) for module in steps.module.modules()):
+        if any(isinstance(module, _OF_ONE_PART) for module in steps.module.modules()):
             raise CannotJoinError("BatchNorm sums no statistics over the replicas, others do")
         each = (zip(*of_one, strict=True) for of_one in zip(*cut, strict=True))
         cut = [[(join_batches(parts), sum(sizes)) for parts, sizes in each]]
