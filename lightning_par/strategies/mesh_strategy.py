@@ -4,7 +4,7 @@ Length: these are all hooks of one interface, and the help of all options.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from types import EllipsisType
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,14 +31,11 @@ from lightning_par.sizes import AutoRule, ParallelSizes, Size
 from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
 from lightning_par.strategies.components.gather_after_run import gather_after_run
-from lightning_par.strategies.components.host_offload import (
-    HostOffload,
-    is_offloaded,
-    offload_precision,
-)
+from lightning_par.strategies.components.host_offload import HostOffload, offload_precision
 from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.hooks.user_hooks import UserHooks
+from lightning_par.strategies.hooks.whole_module import whole_module
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.processes.world_collectives import gather_over_replicas
@@ -368,10 +365,9 @@ class MeshStrategy(ParallelStrategy):
         self._close_offload()
         with self._hooks.configuring(), optimizers_of_a_stage(self.sizes.pipeline):
             check_world_reads(super().setup_optimizers, trainer)
-        model, given = self.parallel_model, (self.options.offload_options, self.root_device)
-        adopt_optimizers(self.optimizers, model)
-        if is_offloaded(model.module, self.optimizers, *given):
-            self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)
+        adopt_optimizers(self.optimizers, self.parallel_model)
+        given = self.parallel_model, self.optimizers, self.options, self.root_device
+        self.offload = HostOffload.of_run(*given)
 
     @override
     def model_to_device(self) -> None:
@@ -431,16 +427,8 @@ class MeshStrategy(ParallelStrategy):
         step, self._step = self._step or model.steps.manual.step or Step(), None
         if step.skips:
             return (yield loss)
-        with closing(step), model.gradients.of_one_backward():
-            model.steps.before_backward()
-            if self.offload is not None:
-                self.offload.before_backward()
-            weighted = step.weigh(loss)
-            model.gradients.add_loss(weighted, step.has_valid_labels)
-            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
-            with model.steps.backward(step):
-                yield weighted
-            model.gradients.after_backward()
+        with model.steps.whole_backward(loss, step, model.gradients, self.offload) as weighted:
+            yield weighted
         if not self.start.proof.is_over:
             self.start.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
@@ -478,25 +466,38 @@ class MeshStrategy(ParallelStrategy):
         self.flush_offload()
         return self.parallel_model.full_parameter(name)
 
+    def whole(self, module: nn.Module | None = None, on: str = "every") -> Any:
+        """Surround code that gets the whole, plain module, as by `FSDP.summon_full_params`.
+
+        Every rank has to call this, in a hook; writes are kept. See docs/outside_of_steps.md.
+
+        Args:
+            module: What is yielded, with all weights: one in the LightningModule; None: that.
+            on: ``"every"``: all ranks have to write the same; ``"rank 0"``: others get None, and
+                what rank 0 writes.
+
+        **Communicates**: all weights, to rank 0; with "every" then to each rank, which holds them.
+        """
+        self.flush_offload()
+        given = self._parallel_model, self.processes, self.lightning_module
+        return whole_module(*given, module, on)
+
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole state dict on the CPU of rank 0, elsewhere {}; every rank calls this."""
         self.flush_offload()
-        with self.parallel_model.in_parallel_form():
-            return self.parallel_model.gather_weights()
+        return self.parallel_model.gather_weights()
 
     @override
     @plain_before_setup
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.flush_offload()
-        with self.parallel_model.in_parallel_form():
-            return self._saving.weights(self.parallel_model)
+        return self._saving.weights(self.parallel_model)
 
     @override
     @plain_before_setup
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.flush_offload()
-        with self.parallel_model.in_parallel_form():
-            return self._saving.optimizer(self.parallel_model, optimizer)
+        return self._saving.optimizer(self.parallel_model, optimizer)
 
     @override
     @plain_before_setup
@@ -504,8 +505,8 @@ class MeshStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         self._hooks.complete(checkpoint)
-        with (model := self.parallel_model).in_parallel_form():
-            self._saving.save(model, checkpoint, filepath, storage_options, self.checkpoint_io)
+        rest = checkpoint, filepath, storage_options, self.checkpoint_io
+        self._saving.save(self.parallel_model, *rest)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -540,8 +541,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         saved = checkpoint["optimizer_states"]
-        with self.parallel_model.in_parallel_form():
-            self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
+        self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
         self.flush_offload()
 
     def flush_offload(self) -> None:

@@ -304,6 +304,11 @@ STEPS: dict[str, dict[str, str]] = {
     "LP417": {"full_tensor()": "hooks::arrays_of_whole_tensors_before_the_update"},
     "LP418": {"log the graph in setup": "cures_of_steps::the_graph_of_the_module"},
     "LP419": {"leave the rank out": "losses::a_step_that_asks_for_its_rank"},
+    "LP420": {
+        "call it in a hook": "whole_module::in_every_hook",
+        "the same on every rank": "whole_module::pruning_by_magnitude",
+        "on='rank 0'": "whole_module::pruning_on_rank_zero",
+    },
 }
 """Code -> advice of its messages -> the tests that apply it, or one of `REASONS`. A name without a
 path is of a file of tests/distributed/user_code, and may be a case of its table.

@@ -125,6 +125,9 @@ def _fit_and_save(rank: int, world: int, layout: str, folder: str) -> None:
         module.net.head.weight.mul_(0.5)  # what is saved is what the module holds now
     trainer.save_checkpoint(f"{folder}/x.ckpt")
     assert changes(module, before) == {}
+    with trainer.strategy.whole() as found, trainer.strategy.whole(module.net, "rank 0") as net:
+        assert found is module
+        assert net is (module.net if rank == 0 else None)
     saved = torch.load(f"{folder}/x.ckpt", weights_only=True)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(saved["state_dict"][name], value, rtol=0, atol=0)

@@ -22,7 +22,7 @@ from lightning_par.dtensor import local_box, local_part
 from lightning_par.errors import VerificationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["EqualCopies", "differing_copies", "error_of_copies", "share_copies"]
+__all__ = ["EqualCopies", "checksum_of", "differing_copies", "error_of_copies", "share_copies"]
 
 _EVERY = 16
 """Optimizer steps from one comparison to the next."""
@@ -55,10 +55,27 @@ class _Piece:
     def checksum(self) -> Tensor:
         """Return a number of the bits, int64 [], on the device of the tensor."""
         flat = local_part(self.tensor).detach().reshape(-1)[self.start : self.start + self.count]
-        bits = flat.view(_BITS[flat.element_size()]).long()
-        # Weighed by place, so that two entries that change places differ, too; it may overflow. An
-        # even weight would lose the highest bit of 64.
-        return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
+        return _checksum(flat)
+
+
+def _checksum(flat: Tensor) -> Tensor:
+    """Return a number of the bits of a tensor with one dim, int64 [], on its device."""
+    bits = flat.view(_BITS[flat.element_size()]).long()
+    # Weighed by place, so that two entries that change places differ, too; it may overflow. An
+    # even weight would lose the highest bit of 64.
+    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """Return a number of the bits of a plain tensor, the same in every process.
+
+    Args:
+        tensor: Any tensor; it is read some entries at a time, which bounds the memory that it
+            takes.
+    """
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    sums = [_checksum(part) for part in plain.reshape(-1).split(_ENTRIES["cuda"])]
+    return hash(tuple(torch.stack(sums).tolist()))
 
 
 class EqualCopies:

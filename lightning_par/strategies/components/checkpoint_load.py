@@ -236,8 +236,9 @@ class CheckpointLoad:
                 "LP507",
                 f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}.",
             )
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            model.states.load_optimizer(model.module, optimizer, state, model.host)
+        with model.in_parallel_form():
+            for optimizer, state in zip(optimizers, saved, strict=True):
+                model.states.load_optimizer(model.module, optimizer, state, model.host)
 
     def before_loader(self, model: ParallelModel) -> None:
         """Restore the random states where a data loader is about to be iterated.

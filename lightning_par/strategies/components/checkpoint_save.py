@@ -102,9 +102,10 @@ class CheckpointSave:
         """Return what checkpoints are made of: this rank's part of the state dict."""
         if not self._processes.interruption.ranks_are_together():
             return {}
-        model.sharding.release()
-        state = model.module.state_dict()
-        return LocalWeights(state if self.share is None else self.share(state))
+        with model.in_parallel_form():
+            model.sharding.release()
+            state = model.module.state_dict()
+            return LocalWeights(state if self.share is None else self.share(state))
 
     def optimizer(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: this rank's part, by names."""
@@ -112,7 +113,7 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             return {}
         try:
-            with with_parts(model, inner):
+            with model.in_parallel_form(), with_parts(model, inner):
                 return model.states.local_optimizer(model.module, inner)
         except CheckpointError as error:  # the other ranks go on to `save`
             return {"error": error.message}
@@ -142,8 +143,18 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             _log.error("%s is not saved: other ranks did not stop here.", filepath)
             return
-        if not self.leads:
-            return
+        if self.leads:
+            with model.in_parallel_form():
+                self._save(model, checkpoint, filepath, storage_options, checkpoint_io)
+
+    def _save(
+        self,
+        model: ParallelModel,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any,
+        checkpoint_io: CheckpointIO,
+    ) -> None:
         checkpoint = self._gather_averages(model, checkpoint)
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
         is_elsewhere = storage_options is not None or "://" in path

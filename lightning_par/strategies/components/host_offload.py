@@ -176,6 +176,19 @@ class HostOffload:
                 + ("." if on_device else ", and accumulate_on='host' has no effect.")
             )
 
+    @classmethod
+    def of_run(
+        cls,
+        model: ParallelModel,
+        optimizers: Sequence[Optimizer],
+        options: MeshOptions,
+        device: torch.device,
+    ) -> "HostOffload | None":
+        """Return the optimizer of a run on the host; None if it stays where it is."""
+        if not is_offloaded(model.module, optimizers, options.offload_options, device):
+            return None
+        return cls(model, optimizers, options, device)
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Surrounds a batch that is not the last one of its step."""

@@ -113,10 +113,14 @@ class ModuleForms:
         self._parallel_classes = [type(each) for each in self._submodules]
         live = (*self._module.parameters(), *self._module.buffers())
         self._used = frozenset(map(id, live))
+        self.free_whole()
+        self.is_whole = False
+
+    def free_whole(self) -> None:
+        """Give back the memory of whole parameters that the parallel form does not use."""
         for tensor in self._tensors.values():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in self._used:
                 tensor.data = tensor.data.new_empty(0)
-        self.is_whole = False
 
     @property
     def needs_values(self) -> bool:

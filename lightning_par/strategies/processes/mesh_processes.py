@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_par.dtensor import whole_values
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
+from lightning_par.engine.collectives import meet
 from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.engine.tensor.whole_draws import whole_random_draws
@@ -508,6 +509,11 @@ class MeshProcesses:
             self._owns_group = False
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+    def meet(self) -> None:
+        """Wait for every rank, where a rank that does so alone can be named; see `meet`."""
+        if self.world_size > 1 and dist.group.WORLD is not None:
+            meet(dist.group.WORLD, self._options.timeout)
 
     def barrier(self) -> None:
         """Wait for every rank, unless an exception keeps some away."""

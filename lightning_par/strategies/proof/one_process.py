@@ -12,7 +12,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, ExitStack, redirect_stderr
+from contextlib import contextmanager, ExitStack, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -148,6 +148,10 @@ class _Alone(SingleDeviceStrategy):
         plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._note(module, loss)
         return plugin.post_backward(loss, module)
+
+    def whole(self, module: nn.Module | None = None, on: str = "every") -> Any:
+        """Answer hooks that call `MeshStrategy.whole`: here the module is whole."""
+        return nullcontext(self.lightning_module if module is None else module)
 
     def _note(self, module: pl.LightningModule, loss: Tensor) -> None:
         record, given = self._record, self._given

@@ -85,7 +85,7 @@ class ParallelModel:
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
-        with self.steps.reads.paused():
+        with self.in_parallel_form():
             self.sharding.release()
             return self.states.gather_state(self.module.state_dict())
 

@@ -4,7 +4,7 @@ Length: training and evaluation go the same way, through a pipeline and without 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ from lightning_par.strategies.processes.world import World
 from lightning_par.strategies.step.batch_statistics import synchronize_batchnorm
 from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, Step
 from lightning_par.strategies.step.counted_buffers import CountedBuffers
+from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.loss_form import FormWatch
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
@@ -104,6 +105,12 @@ class StepLooks(Protocol):
         self, name: str, args: Sequence[Any], known: EvaluationStep
     ) -> AbstractContextManager[list[Any]]:
         """Surrounds an evaluation step, which may be proved; takes what it returns."""
+
+
+class OnHost(Protocol):
+    """What prepares an optimizer on the host for gradients."""
+
+    def before_backward(self) -> None: ...
 
 
 class StepRunner:
@@ -409,6 +416,29 @@ class StepRunner:
             self.sharding.before_backward()
 
     @contextmanager
+    def whole_backward(
+        self, loss: Tensor, step: Step, gradients: GradientPath, offload: OnHost | None
+    ) -> Iterator[Tensor]:
+        """Surrounds the backward of a loss; gives what is to be differentiated.
+
+        Args:
+            loss: What the step has returned.
+            step: The step.
+            gradients: Their path to the optimizer.
+            offload: The optimizer on the host, if it is there.
+        """
+        with closing(step), gradients.of_one_backward():
+            self.before_backward()
+            if offload is not None:
+                offload.before_backward()
+            weighted = step.weigh(loss)
+            gradients.add_loss(weighted, step.has_valid_labels)
+            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
+            with self.backward(step):
+                yield weighted
+            gradients.after_backward()
+
+    @contextmanager
     def backward(self, step: Step) -> Iterator[None]:
         """Surrounds the backward of a step, and closes it."""
         self._activity.begin("backward")
@@ -499,6 +529,11 @@ class StepRunner:
                 raise_explained(self.module, error, refuse)
             finally:
                 self._in_step = False
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step is running."""
+        return self._in_step
 
     def _check_tokens(self, batch: Any, *, has_labels: bool) -> None:
         if self._tensor_degree > 1:

@@ -203,9 +203,9 @@ def _train_twice(rank: int, world: int, gathers: bool) -> tuple[list[str], int, 
 def test_a_second_run_is_proved_too(gathers: bool) -> None:
     found = run_ranks(_train_twice, 2, gathers, timeout=180)
     told, steps, outcomes = found[0]
-    numbers = [int(text.removeprefix("Step ")) for text in told[1:]]
+    numbers = [int(text.removeprefix("Step ")) for text in told if text.startswith("Step ")]
     assert (told[0], steps) == ("The first step", 90)
     assert any(number < 45 for number in numbers)
     assert any(number > 55 for number in numbers)
     if gathers:  # the second run divides the model anew
-        assert outcomes["training step 45"].startswith("in part: the update, which continues")
+        assert outcomes["training step 45"] == "equal"

@@ -1,0 +1,206 @@
+"""`strategy.whole()`: hooks get the whole module, and what they write to it is kept."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, Tensor
+
+from tests.distributed.user_code.test_hooks import rate_of
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+EVERY = "tp2 pp2 zero3"
+LARGE = "tp2pp2 zero1 zero2_offload pp2_interleaved"
+
+
+class Scaled(PlainNet):
+    """Blocks whose inputs are scaled by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.register_buffer("scale", torch.linspace(0.5, 1.0 + number, 32))
+            block.register_forward_pre_hook(lambda block, args: args[0] * block.scale)
+
+
+def whole(module: PlainModule, *part: Any, **options: Any) -> Any:
+    """As a user writes it who trains without a mesh, too."""
+    found = getattr(module.trainer.strategy, "whole", None)
+    return nullcontext(*part or (module,)) if found is None else found(*part, **options)
+
+
+def in_hook(name: str, act: Callable[[Any], Any], *, net: Any = None) -> Any:
+    """A hook whose number, if it gives one, sets the rate."""
+
+    class Module(PlainModule):
+        pass
+
+    def hook(module: PlainModule, *_: Any) -> None:
+        number = act(module)
+        if number is not None:
+            rate_of(module, number)
+
+    setattr(Module, name, hook)
+    return Module(net), token_pairs()
+
+
+@CASES.add(equal=EVERY, large=LARGE)
+def an_average_by_hand() -> Any:
+    def update(module: Any) -> Any:
+        with torch.no_grad(), whole(module) as net:
+            if not hasattr(module, "average"):
+                object.__setattr__(module, "average", copy.deepcopy(net.net))
+            for mine, p in zip(module.average.parameters(), net.net.parameters(), strict=True):
+                assert type(p) is nn.Parameter
+                assert p.grad is None or net.trainer.world_size == 1
+                mine.lerp_(p, 0.1)
+            state = {name: value.clone() for name, value in module.average.state_dict().items()}
+        return sum(float(value.norm()) for value in state.values())
+
+    return in_hook("on_train_batch_end", update)
+
+
+@CASES.add(equal=EVERY, large=LARGE)
+def pruning_by_magnitude() -> Any:
+    def prune(module: Any) -> None:
+        with torch.no_grad(), whole(module, module.net) as net:
+            weights = [m.weight for m in net.modules() if isinstance(m, nn.Linear)]
+            bound = torch.cat([w.abs().flatten() for w in weights]).quantile(0.3)
+            for w in weights:
+                w.mul_(w.abs() > bound)
+            assert net.blocks[0].mlp.up.weight.shape == (48, 32)
+
+    return in_hook("on_train_batch_end", prune)
+
+
+@CASES.add(equal=EVERY, large=LARGE)
+def pruning_on_rank_zero() -> Any:
+    """One rank writes; in a hook before the update, in which gradients stay what they were."""
+
+    def prune(module: Any) -> None:
+        with torch.no_grad(), whole(module, module.net.blocks[3], on="rank 0") as block:
+            if block is not None:
+                weight = block.mlp.down.weight
+                weight.data = weight.data * (weight.data.abs() > 0.05)
+                block.norm.bias += 0.01
+
+    return in_hook("on_before_optimizer_step", prune)
+
+
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2 zero1")
+def samples_on_rank_zero() -> Any:
+    """A text is drawn on one rank; later draws, for all ranks, are those of one process."""
+
+    def sample(module: Any) -> Any:
+        with torch.no_grad(), whole(module, on="rank 0") as net:
+            if net is not None:
+                net.eval()
+                tokens = torch.arange(8).view(2, 4)
+                for _ in range(3):
+                    chances = net.net(tokens)[:, -1].softmax(-1)
+                    tokens = torch.cat([tokens, torch.multinomial(chances, 1)], 1)
+                net.train()
+        assert module.training
+        assert module.net.training
+        with torch.no_grad():
+            for _, p in module.named_parameters():
+                p.add_(0.01 * torch.rand(()))
+
+    return in_hook("on_train_batch_end", sample)
+
+
+@CASES.add(equal=EVERY, large=LARGE)
+def statistics_of_samples() -> Any:
+    """Forwards and backwards inside leave no trace; buffers are those of all blocks."""
+
+    def information(module: Any) -> Any:
+        with torch.enable_grad(), whole(module) as net:
+            buffers = sum(float(b.sum()) for b in net.buffers())
+            plain = net.net if module.trainer.world_size > 1 else copy.deepcopy(net.net)
+            plain.zero_grad()
+            plain(torch.arange(8).view(2, 4)).pow(2).mean().backward()
+            found = sum(float(p.grad.pow(2).sum()) for p in plain.parameters())
+        return found + buffers / 1000
+
+    return in_hook("on_after_backward", information, net=Scaled())
+
+
+@CASES.add(equal=EVERY, large="tp2pp2")
+def buffers_that_are_assigned() -> Any:
+    def assign(module: Any) -> None:
+        with torch.no_grad(), whole(module) as net:
+            for block in net.net.blocks:
+                block.scale = block.scale * 0.99
+
+    return in_hook("on_train_batch_end", assign, net=Scaled())
+
+
+@CASES.add(equal=EVERY)
+def in_every_hook() -> Any:
+    class Module(PlainModule):
+        norms = 0.0
+
+        def look(self, *_: Any, **__: Any) -> None:
+            with torch.no_grad(), whole(self) as net:
+                self.norms += float(torch.stack([p.norm() for p in net.parameters()]).norm())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.look()
+            rate_of(self, self.norms)
+
+        setup = on_fit_start = on_train_start = on_train_epoch_start = look
+        on_train_batch_start = on_before_zero_grad = on_before_backward = look
+        on_after_backward = on_before_optimizer_step = on_train_epoch_end = look
+        on_train_end = on_fit_end = teardown = look
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    refused={EVERY: r"is left with other values on each rank, in 1 .*net\.head\.weight.*LP420"}
+)
+def other_values_on_each_rank() -> Any:
+    def write(module: Any) -> None:
+        with torch.no_grad(), whole(module) as net:
+            net.net.head.weight[0, 0] = float(module.global_rank)
+
+    return in_hook("on_train_start", write)
+
+
+@CASES.add(refused={EVERY: r"other names, shapes or dtypes than before, by rank 0.*LP420"})
+def a_parameter_that_is_added() -> Any:
+    def write(module: Any) -> None:
+        with whole(module) as net:
+            net.net.more = nn.Parameter(torch.ones(1))
+
+    return in_hook("on_train_start", write)
+
+
+@CASES.add(refused={"tp2 zero3": r"is called in a step.*on_train_batch_end.*LP420"})
+def in_a_step() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with whole(self):
+                return super().training_step(batch, batch_idx)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"tp2": r"ranks ask .*rank 0: strategy\.whole\(on='every'\) at test_whole"})
+def on_one_rank_alone() -> Any:
+    def look(module: Any) -> None:
+        if module.global_rank == 0:
+            with whole(module):
+                pass
+
+    return in_hook("on_train_start", look)
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    CASES.check(case, layout, refusal)
