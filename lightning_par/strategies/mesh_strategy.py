@@ -292,7 +292,6 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._hooks.before_barrier()
         self.processes.barrier()
 
     @override
@@ -311,7 +310,7 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        self.processes.before_exchange()
+        self.processes.before_exchange("all_gather")
         return gather_over_replicas(self.mesh, tensor, group, sync_grads)
 
     @contextmanager
@@ -346,7 +345,7 @@ class MeshStrategy(ParallelStrategy):
         make_averages(trainer, self.parallel_model)
         self._loading.complete(self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
-        self._hooks.attach(self.parallel_model, trainer, self.root_device)
+        self._hooks.attach(self.parallel_model, trainer, self.processes)
         if trainer.state.fn == "fit":
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)

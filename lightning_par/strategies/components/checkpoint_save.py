@@ -143,6 +143,7 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             _log.error("%s is not saved: other ranks did not stop here.", filepath)
             return
+        model.steps.reads.agree("save_checkpoint")
         if self.leads:
             with model.in_parallel_form():
                 self._save(model, checkpoint, filepath, storage_options, checkpoint_io)

@@ -87,10 +87,10 @@ def wrap_outer_forwards(
                     "whole: self.logger.experiment.add_graph(self, self.example_input_array), and "
                     "pass log_graph=False.",
                 )
-            if steps.reads.in_hooks:
+            if steps.reads.in_hooks or steps.is_outside:
                 meeting()
                 try:
-                    with steps.reads.paused():
+                    with steps.reads.paused(), steps.outside(False):
                         return run(name, held, inner, args, kwargs)
                 finally:
                     sharding.release()

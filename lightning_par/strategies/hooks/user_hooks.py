@@ -1,18 +1,20 @@
 """The hooks of a user's module and callbacks, and what surrounds them on a mesh."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
+from torchmetrics import Metric
 
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.strategies.hooks.whole_view import WholeView
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 from lightning_par.upstream.functions import replaced
@@ -21,6 +23,7 @@ from lightning_par.upstream.lightning import hook_calls
 __all__ = ["UserHooks"]
 
 _OF_LIGHTNING = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "current_model_state"}
+_SAVES = "on_save_checkpoint"
 _LOOPS = "train", "validation", "test"
 _TIMES = "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end"
 _BETWEEN_STEPS = frozenset(
@@ -29,12 +32,19 @@ _BETWEEN_STEPS = frozenset(
         # Replicas may predict unequal numbers of batches.
         *(f"on_predict_{time}" for time in _TIMES if "batch" not in time),
         *("on_fit_start", "on_before_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
+        _SAVES,
     }
 )
 _ON_GRADIENTS = frozenset(
-    {"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"}
+    {
+        *("on_before_backward", "on_after_backward"),
+        *("on_before_optimizer_step", "configure_gradient_clipping"),
+    }
 )
-"""Under a pipeline; elsewhere a rank has a part of every gradient, which is a DTensor there."""
+"""Surrounded under a pipeline; elsewhere a rank has a part of every gradient, which is a DTensor
+there, and only what the model computes is surrounded.
+"""
+_HOOKS = _BETWEEN_STEPS | _ON_GRADIENTS
 
 
 class UserHooks:
@@ -48,13 +58,13 @@ class UserHooks:
         self._update, self._opened = ExitStack(), ExitStack()
         self._resume: Callable[[], None] = _nothing
 
-    def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
+    def attach(self, model: ParallelModel, trainer: pl.Trainer, processes: MeshProcesses) -> None:
         """Surround the hooks of a run on several ranks.
 
         Args:
             model: The model on its mesh.
             trainer: The user's Trainer.
-            device: Device of this rank.
+            processes: The processes of the run; they ask this before they communicate.
 
         **Communicates**: names, over the ``pp`` axis, and of hooks, over all ranks.
         """
@@ -62,7 +72,9 @@ class UserHooks:
             return
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
-        self._view = WholeView(model.module, model.mesh, device)
+        self._view = WholeView(model.module, model.mesh, processes.device)
+        self._are_together = processes.interruption.ranks_are_together
+        self._opened.enter_context(replaced(processes, "agree", self._reads.agree))
         gradients = _ON_GRADIENTS if model.mesh.sizes.pipeline > 1 else ()
         self._surrounded = _BETWEEN_STEPS.union(gradients)
         # A callback that one rank has alone must not wait for the others.
@@ -71,12 +83,27 @@ class UserHooks:
         dist.all_gather_object(found, own)
         self._on_all = set(found[0]).intersection(*found)
         if model.mesh.sizes.pipeline > 1:
+            self._order_states()
             load = self._loader(nn.Module.load_state_dict)
             self._opened.enter_context(replaced(nn.Module, "load_state_dict", load))
-        for name, around in (("module", self._of_module), ("callbacks", self._of_callbacks)):
+        surrounds: dict[str, Callable[..., Any]] = {
+            "module": self._of_module,
+            "callbacks": self._of_callbacks,
+            "saves": self._of_saves,
+        }
+        for name, around in surrounds.items():
             caller = hook_calls[name]
             inner = getattr(*caller)
             self._opened.enter_context(replaced(*caller, partial(around, inner)))
+
+    def _order_states(self) -> None:
+        """Let state dicts list what other stages hold where one process does."""
+        for name, part in self._model.module.named_modules():
+            if isinstance(part, StageStub):
+                start, order = f"{name}.", self._model.states.order
+                names = [n.removeprefix(start) for n in order if n.startswith(start)]
+                handle = part.register_state_dict_post_hook(partial(_order, names))  # type: ignore[no-untyped-call]
+                self._opened.callback(handle.remove)
 
     def _own_hooks(self) -> Iterator[str]:
         for owner in (self._model.module, *self._trainer.callbacks):
@@ -99,14 +126,9 @@ class UserHooks:
 
         **Communicates**: their values.
         """
-        if self._view is not None:
+        if self._view is not None and self._are_together():
             for name in [name for name in checkpoint if name not in _OF_LIGHTNING]:
                 checkpoint[name] = self._view.values(checkpoint[name])
-
-    def before_barrier(self) -> None:
-        """Refuse a barrier that one rank does not reach, as the others have to give it values."""
-        if self._view is not None:
-            self._view.wait()
 
     def close(self) -> None:
         """Surround nothing any more."""
@@ -122,27 +144,43 @@ class UserHooks:
             return call()
         if name == "optimizer_step" and self._is_user(module, name):
             return self._in_update(partial(inner, trainer, name), *args)
-        if name not in self._surrounded or not self._is_user(module, name):
+        if name not in _HOOKS or not self._is_user(module, name):
             return call()
-        return self._between_steps(name, module, call)
+        return self._around(name, module, call)
 
     def _of_callbacks(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of all callbacks as Lightning does."""
-        with ExitStack() as stack:
-            if trainer is self._trainer and name in self._surrounded:
-                for callback in trainer.callbacks:
-                    if self._is_user(callback, name):
-                        hook = _Hook(callback, name, self._between_steps)
-                        stack.enter_context(replaced(callback, name, hook))
+        with self._callbacks_surrounded(trainer, name):
             return inner(trainer, name, *args, **kwargs)
 
-    def _between_steps(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
+    def _of_saves(self, inner: Any, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """Call `on_save_checkpoint` of all callbacks as Lightning does."""
+        with self._callbacks_surrounded(trainer, _SAVES):
+            inner(trainer, checkpoint)
+
+    def _callbacks_surrounded(self, trainer: Any, name: str) -> ExitStack:
+        stack = ExitStack()
+        if trainer is self._trainer and name in _HOOKS:
+            for callback in trainer.callbacks:
+                if self._is_user(callback, name):
+                    hook = _Hook(callback, name, self._around)
+                    stack.enter_context(replaced(callback, name, hook))
+        return stack
+
+    def _around(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
+        """Call a hook of a user's."""
         assert self._view is not None
-        if self._view.is_on:  # one hook calls another
+        if self._view.is_on or not self._are_together():  # one hook calls another, or it saves
             return call()
+        if name not in self._surrounded:
+            with self._model.steps.outside(True):
+                return call()
+        return self._between_steps(name, owner, call)
+
+    def _between_steps(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
         label = _label(owner, name)
-        # Hooks on gradients are compared in every step: what follows waits for all ranks, too.
-        is_new = label not in self._seen or name in _ON_GRADIENTS
+        # Few, or what follows waits for all ranks, too: compared in every run.
+        is_new = label not in self._seen or name in _ON_GRADIENTS or "epoch" in name
         is_first = label in self._on_all and is_new
         self._seen.add(label)
         if name.endswith("epoch_end"):
@@ -157,9 +195,16 @@ class UserHooks:
     def _show_whole(self, stack: ExitStack, label: str, *, is_first: bool) -> None:
         """Until a stack is closed, code of a user's sees the whole module."""
         assert self._view is not None
-        optimizers = self._trainer.optimizers
+        optimizers, module = self._trainer.optimizers, self._model.module
+        stack.enter_context(replaced(module, "log", partial(self._log, module.log)))
         stack.enter_context(self._reads.in_hook(self._view))
         stack.enter_context(self._view.around(label, optimizers, is_first=is_first))
+
+    def _log(self, inner: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log; what is reduced once the hook has ended has to be logged on all ranks."""
+        if kwargs.get("sync_dist") or isinstance(value, Metric):
+            self._reads.agree(f"log({name!r}, sync_dist=True)")
+        inner(name, value, *args, **kwargs)
 
     def _loader(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands for `load_state_dict` in hooks: of a whole state dict, as `state_dict`
@@ -209,6 +254,7 @@ class UserHooks:
         """Surround what the user's `optimizer_step` does itself."""
         norms, stack = self._model.gradients.norms, self._update
         stack.enter_context(norms.in_hooks("optimizer_step", [optimizer]))
+        stack.enter_context(self._model.steps.outside(True))
         if self._model.mesh.sizes.pipeline > 1:
             stack.enter_context(norms.in_view(self._reads.paused))
             label = _label(self._model.module, "optimizer_step")
@@ -245,6 +291,15 @@ class UserHooks:
         with ExitStack() as stack:
             self._show_whole(stack, "configure_optimizers", is_first=True)
             yield
+
+
+def _order(
+    names: Sequence[str], part: nn.Module, state: dict[str, Any], prefix: str, _: Any
+) -> None:
+    """Move the entries of a module to the end of a state dict, in the order of their names."""
+    for key in (f"{prefix}{name}" for name in names):
+        if key in state:
+            state[key] = state.pop(key)
 
 
 def _nothing() -> None:

@@ -183,11 +183,6 @@ class WholeView(TorchFunctionMode):
             self._is_paused = False
             self._groups.show()
 
-    def wait(self) -> None:
-        """Refuse ranks that wait in a hook for one that asks them for values."""
-        if self.is_on:
-            self._agree("a barrier", None)
-
     def agree(self, what: str) -> None:
         """Refuse what some stages do not do, and in the first run of the hook some ranks.
 

@@ -82,6 +82,10 @@ _PATIENCE = timedelta(seconds=120)
 """How long ranks of one node that no launcher watches wait for each other."""
 
 
+def _agree_to_all(what: str) -> None:
+    """Let every rank do what it wants, where no hook is at work."""
+
+
 class MeshProcesses:
     """Launches the processes of a run, arranges them in a mesh, and watches them.
 
@@ -95,6 +99,7 @@ class MeshProcesses:
         activity: What this rank is doing, for messages about ranks that fail.
         decisions: What the run found out by itself, such as the rule of its loss.
         interruption: Whether an exception is being handled, and on which ranks.
+        agree: Refuses what a hook is about to do on some ranks only; see `WholeView.agree`.
         copy: Under a pipeline, a module and its copy inside of the user's module, if there is one.
     """
 
@@ -117,6 +122,7 @@ class MeshProcesses:
         self.activity, self.decisions = Activity(), Decisions()
         self._opened = ExitStack()
         self.catch_up: Callable[[], None] | None = None  # set with the model
+        self.agree: Callable[[str], None] = _agree_to_all
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
@@ -517,6 +523,7 @@ class MeshProcesses:
 
     def barrier(self) -> None:
         """Wait for every rank, unless an exception keeps some away."""
+        self.agree("strategy.barrier")
         if dist.is_initialized() and self.interruption.ranks_are_together():
             dist.barrier()
 
@@ -524,12 +531,18 @@ class MeshProcesses:
         """Return the object that the rank `source` gives; this rank's own while ranks are apart."""
         if not dist.is_initialized() or not self.interruption.ranks_are_together():
             return value
+        self.agree("strategy.broadcast")
         box = [value]
         dist.broadcast_object_list(box, source)
         return box[0]
 
-    def before_exchange(self) -> None:
-        """Exchange what precedes an exchange that the user's step asks for."""
+    def before_exchange(self, name: str) -> None:
+        """Exchange what precedes an exchange that the user's step, or a hook, asks for.
+
+        Args:
+            name: What it is.
+        """
+        self.agree(name)
         if self.catch_up is not None:
             self.catch_up()
 
@@ -537,7 +550,7 @@ class MeshProcesses:
         """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
         if not isinstance(tensor, Tensor) or self._mesh is None or not dist.is_initialized():
             return tensor
-        self.before_exchange()
+        self.before_exchange("strategy.reduce")
         group = self._mesh.data_group if group is None else group
         if isinstance(reduce_op, str):
             reduce_op = getattr(dist.ReduceOp, "AVG" if reduce_op == "mean" else reduce_op.upper())
@@ -555,6 +568,7 @@ class MeshProcesses:
         """
         if not dist.is_initialized() or not self.interruption.ranks_are_together():
             return decision
+        self.agree("strategy.reduce_boolean_decision")
         votes = torch.tensor(int(decision))  # on the host: nobody has to wait for the device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if unanimous else bool(votes)

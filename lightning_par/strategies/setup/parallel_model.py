@@ -85,6 +85,7 @@ class ParallelModel:
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
+        self.steps.reads.agree("gather_state_dict")
         with self.in_parallel_form():
             self.sharding.release()
             return self.states.gather_state(self.module.state_dict())
@@ -118,6 +119,7 @@ class ParallelModel:
 
     def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
         """Return FQN -> norm of each gradient; see `MeshStrategy.gradient_norms`."""
+        self.steps.reads.agree("gradient_norms")
         with self.steps.reads.paused():
             return self.gradients.norms.of_parameters(norm_type)
 
@@ -131,6 +133,7 @@ class ParallelModel:
             )
         if self.forms.is_whole:
             return self.module.get_parameter(name).detach().clone()
+        self.steps.reads.agree(f"full_parameter({name!r})")
         with self.steps.reads.paused():
             return self._full_parameter(name, known)
 

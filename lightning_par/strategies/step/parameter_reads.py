@@ -247,8 +247,8 @@ class ParameterReads:
             shard: What it was at the beginning, if FSDP may have gathered it since.
         """
         is_whole = not isinstance(parameter, DTensor)
-        if self.in_hooks:
-            return parameter
+        if self.in_hooks:  # which FSDP may have gathered: the shard has the gradient
+            return shard if is_whole and shard is not None else parameter
         if is_whole and not (
             # And not this rank's part of it, which stands there inside of its module's forward.
             shard is not None
@@ -280,9 +280,7 @@ class ParameterReads:
 
     def listed(self, parameter: Any, shard: Tensor | None = None) -> Any:
         """Return what a list of parameters gives; see Note [Lists in manual optimization]."""
-        if self.in_hooks:
-            return parameter
-        if self._module.automatic_optimization or parameter is None:
+        if self.in_hooks or self._module.automatic_optimization or parameter is None:
             return self.read(parameter, shard)
         return self._sharding.shard_of(parameter)
 

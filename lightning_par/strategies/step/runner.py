@@ -149,6 +149,7 @@ class StepRunner:
         share: What the present batch is of the global one.
         most: Samples that every replica has of it.
         count: Into how many micro-batches a batch is cut; 1 without a pipeline.
+        is_outside: Whether a hook on this rank's parts is at work, between a backward and a step.
         begun: Context and arguments of the present training step, batch dims, and micro-batches.
     """
 
@@ -174,7 +175,7 @@ class StepRunner:
         self.module, self.sequence, self.reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self.batch_layout, self.sharding, self._activity = batch_layout, sharding, activity
-        self._in_step = False
+        self._in_step = self.is_outside = False
         # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast, self.world = world.broadcast(mesh.replica_group, first), world
@@ -529,6 +530,15 @@ class StepRunner:
                 raise_explained(self.module, error, refuse)
             finally:
                 self._in_step = False
+
+    @contextmanager
+    def outside(self, is_outside: bool) -> Iterator[None]:
+        """Surrounds a hook on this rank's parts, or what this package does inside of it."""
+        before, self.is_outside = self.is_outside, is_outside
+        try:
+            yield
+        finally:
+            self.is_outside = before
 
     @property
     def is_in_step(self) -> bool:

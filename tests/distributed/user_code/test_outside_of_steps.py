@@ -1,0 +1,239 @@
+"""docs/outside_of_steps.md says of every hook what it sees of a divided module; here it is read on
+meshes, and compared with one process.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.proofs import assert_proofs_exist
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import strategy_of, world_of
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "outside_of_steps.md"
+LAYOUTS = ("tp2", "pp2", "zero3", "zero2_offload")
+CELLS: dict[str, dict[str, str]] = {
+    "whole": {},
+    "whole; offload: none": {"zero2_offload": "less"},
+    "whole; pp: refused": {"pp2": "refused"},
+    "whole; pp: refused; offload: none": {"pp2": "refused", "zero2_offload": "less"},
+    "none": {},
+    "parts": dict.fromkeys(LAYOUTS, "other"),
+    "refused": dict.fromkeys(LAYOUTS, "refused"),
+}
+"""What a cell of the page says -> where it is not what one process has."""
+ELSEWHERE = {
+    "`on_load_checkpoint`": """
+        resume::test_hooks_states_and_edits_of_a_resumed_run_are_those_of_one_process""",
+    "after `fit`": """
+        distributed/test_module_after_run.py::test_module_is_whole_and_plain_after_a_fit
+        distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again""",
+}
+"""Lines of the page that other tests prove."""
+
+
+class Scaled(PlainNet):
+    """Has buffers in all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.register_buffer("scale", torch.linspace(0, number + 1, 32))
+        self.register_buffer("count", torch.ones(3))
+
+
+def norms(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a number of each tensor, in their order."""
+    return {n: None if t is None else float(t.detach().norm()) for n, t in named.items()}
+
+
+def weights(module: Any) -> Any:
+    state = norms(module.net.state_dict())
+    return norms(dict([*module.named_parameters(), *module.named_buffers()])), list(state), state
+
+
+def gradients(module: Any) -> Any:
+    return norms({name: p.grad for name, p in module.named_parameters()})
+
+
+def states(module: Any) -> Any:
+    found: dict[str, Any] = {}
+    for optimizer in module.trainer.optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, p in enumerate(held):
+            kept = optimizer.state.get(p, {})
+            found |= {f"{number}.{key}": kept[key] for key in kept}
+    return norms(found)
+
+
+def called(module: Any) -> Any:
+    with torch.no_grad():
+        return float(module.net(torch.arange(8).view(2, 4)).pow(2).mean())
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "weights, buffers, `state_dict()`": weights,
+    "gradients": gradients,
+    "optimizer states": states,
+    "a call of the model": called,
+}
+HOOKS = [
+    *("setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"),
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("on_train_batch_end", "on_validation_start", "on_validation_epoch_start"),
+    *("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"),
+    *("on_validation_end", "on_train_epoch_end", "on_save_checkpoint", "on_train_end"),
+    *("on_fit_end", "teardown"),
+]
+
+
+class Reader(PlainModule):
+    """Reads the same in some hooks."""
+
+    def __init__(self, thing: str, hooks: tuple[str, ...]) -> None:
+        super().__init__(Scaled())
+        self.thing, self.hooks, self.found = thing, hooks, dict[str, list[Any]]()
+
+    def read(self, hook: str) -> None:
+        if hook in self.hooks:
+            self.found.setdefault(hook, []).append(READS[self.thing](self))
+
+    def configure_optimizers(self) -> Any:
+        self.read("configure_optimizers")
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def optimizer_step(self, epoch: int, i: int, optimizer: Any, closure: Any = None) -> None:
+        def run() -> Any:
+            loss = closure()
+            self.read("`optimizer_step`, after the closure")
+            return loss
+
+        self.read("`optimizer_step`, before the closure")
+        optimizer.step(closure=run)
+        self.read("`optimizer_step`, after the step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def _reading(name: str) -> Callable[..., None]:
+    def hook(self: Reader, *_: Any, **__: Any) -> None:
+        self.read(name)
+
+    return hook
+
+
+for each in HOOKS:
+    if each not in vars(Reader):
+        setattr(Reader, each, _reading(each))
+
+
+def rows() -> dict[str, list[str]]:
+    """Give the other cells of every line of the first table of the page, by its first one."""
+    table = PAGE.read_text().split("\n## ")[1]
+    lines = re.findall(r"^\| (.+) \|$", table, re.MULTILINE)
+    cells = [re.split(r" \| ", line) for line in lines]
+    return {first: rest for first, *rest in cells[1:]}
+
+
+def hooks_of(row: str) -> list[str]:
+    """Give the hooks of a line, which may name several."""
+    if row.startswith("`optimizer_step`"):
+        return [row]
+    return re.findall(r"`(\w+)`", row)
+
+
+def cells_of(thing: str) -> dict[str, str]:
+    """Give what the page says of a thing in each hook."""
+    column = list(READS).index(thing)
+    proved = {row: cells for row, cells in rows().items() if row not in ELSEWHERE}
+    return {hook: cells[column] for row, cells in proved.items() for hook in hooks_of(row)}
+
+
+def fit(layout: str | None, rank: int, world: int, thing: str, hooks: tuple[str, ...]) -> Any:
+    seed_everything(0, verbose=False)
+    module, samples = Reader(thing, hooks), token_pairs(16)
+    replicas = 2 if (layout or "").startswith("zero") else 1
+    sampler: Any = None
+    if replicas > 1:
+        sampler = DistributedSampler(samples, 2, rank, shuffle=False)  # type: ignore[arg-type]
+    loader = DataLoader(samples, 8 // replicas, sampler=sampler)
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy_of(layout) if layout else "auto",
+        max_epochs=2,
+        precision="64-true",
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=3)],
+    )
+    trainer.fit(module, loader, loader)
+    return module.found
+
+
+@cache
+def one_process(thing: str) -> Any:
+    try:
+        return fit(None, 0, 1, thing, tuple(cells_of(thing)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _fit_rank(rank: int, world: int, layout: str, thing: str, hooks: tuple[str, ...]) -> Any:
+    return fit(layout, rank, world, thing, hooks)
+
+
+def numbers(found: Any) -> list[float]:
+    """Give all numbers in what was read."""
+    if isinstance(found, Mapping | list | tuple):
+        values = found.values() if isinstance(found, Mapping) else found
+        return [number for value in values for number in numbers(value)]
+    return [found] if isinstance(found, float) else []
+
+
+def names(found: Any) -> str:
+    """Give what was read without its numbers."""
+    return re.sub(r"[\d.e+-]+(?=[,)}\]])", "number", str(found))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("thing", READS)
+def test_a_hook_sees_what_the_page_says(
+    thing: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    says = {hook: CELLS[cell].get(layout, "equal") for hook, cell in cells_of(thing).items()}
+    hooks = tuple(hook for hook, answer in says.items() if answer != "refused")
+    want = one_process(thing)
+    for found in run_ranks(_fit_rank, world_of(layout), layout, thing, hooks, timeout=180):
+        assert set(found) == set(hooks)
+        for hook in hooks:
+            if says[hook] == "less":
+                assert len(numbers(found[hook])) < len(numbers(want[hook])), hook
+            elif says[hook] == "other":
+                assert numbers(found[hook]) != pytest.approx(numbers(want[hook])), hook
+            else:
+                assert names(found[hook]) == names(want[hook]), hook
+                assert numbers(found[hook]) == pytest.approx(numbers(want[hook]), rel=1e-6), hook
+
+
+def test_every_hook_has_its_line() -> None:
+    named = [hook for row in rows() for hook in hooks_of(row)]
+    assert len(named) == len(set(named))
+    assert set(HOOKS) <= set(named)
+    assert {cell for cells in rows().values() for cell in cells} <= {*CELLS}
+    for row, proofs in ELSEWHERE.items():
+        assert row in rows()
+        assert_proofs_exist(proofs)
