@@ -10,8 +10,7 @@
 `compute_dtype`               dtype that a precision plugin computes in, as Lightning's own
                               `ThroughputMonitor` finds it
 `hook_calls`                  by which module and name Lightning's loops call a hook of the module,
-                              one of the callbacks, and that before a save; a strategy is told of
-                              none of them
+                              and one of the callbacks; a strategy is told of neither
 `init_process_group`          make the default process group from a cluster environment, with its
                               messages and its clean-up
 `plain_after_closure`         what every precision plugin does between closure and step, for one
@@ -42,7 +41,6 @@ with names_of("lightning"):
     hook_calls = {
         "module": (_call, _call._call_lightning_module_hook.__name__),
         "callbacks": (_call, _call._call_callback_hooks.__name__),
-        "saves": (_call, _call._call_callbacks_on_save_checkpoint.__name__),
     }
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
     _HOOKS = (

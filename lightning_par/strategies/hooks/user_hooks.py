@@ -86,12 +86,9 @@ class UserHooks:
             self._order_states()
             load = self._loader(nn.Module.load_state_dict)
             self._opened.enter_context(replaced(nn.Module, "load_state_dict", load))
-        surrounds: dict[str, Callable[..., Any]] = {
-            "module": self._of_module,
-            "callbacks": self._of_callbacks,
-            "saves": self._of_saves,
-        }
-        for name, around in surrounds.items():
+        # No caller of hooks that could be surrounded calls this one of callbacks.
+        self._opened.enter_context(self._callbacks_surrounded(trainer, _SAVES))
+        for name, around in (("module", self._of_module), ("callbacks", self._of_callbacks)):
             caller = hook_calls[name]
             inner = getattr(*caller)
             self._opened.enter_context(replaced(*caller, partial(around, inner)))
@@ -152,11 +149,6 @@ class UserHooks:
         """Call a hook of all callbacks as Lightning does."""
         with self._callbacks_surrounded(trainer, name):
             return inner(trainer, name, *args, **kwargs)
-
-    def _of_saves(self, inner: Any, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Call `on_save_checkpoint` of all callbacks as Lightning does."""
-        with self._callbacks_surrounded(trainer, _SAVES):
-            inner(trainer, checkpoint)
 
     def _callbacks_surrounded(self, trainer: Any, name: str) -> ExitStack:
         stack = ExitStack()

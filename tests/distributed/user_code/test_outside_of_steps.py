@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -140,6 +141,17 @@ for each in HOOKS:
         setattr(Reader, each, _reading(each))
 
 
+class Saves(pl.Callback):
+    """Reads what the module does, too, before a save."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        if "on_save_checkpoint" in pl_module.hooks:
+            self.found.append(READS[pl_module.thing](pl_module))
+
+
 def rows() -> dict[str, list[str]]:
     """Give the other cells of every line of the first table of the page, by its first one."""
     table = PAGE.read_text().split("\n## ")[1]
@@ -170,6 +182,7 @@ def fit(layout: str | None, rank: int, world: int, thing: str, hooks: tuple[str,
     if replicas > 1:
         sampler = DistributedSampler(samples, 2, rank, shuffle=False)  # type: ignore[arg-type]
     loader = DataLoader(samples, 8 // replicas, sampler=sampler)
+    saves = Saves()
     trainer = quiet_trainer(
         devices=world,
         strategy=strategy_of(layout) if layout else "auto",
@@ -177,9 +190,11 @@ def fit(layout: str | None, rank: int, world: int, thing: str, hooks: tuple[str,
         precision="64-true",
         num_sanity_val_steps=0,
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=3)],
+        callbacks=[saves, ModelCheckpoint("checkpoints", every_n_train_steps=3)],
     )
     trainer.fit(module, loader, loader)
+    assert "on_save_checkpoint" not in vars(saves)  # what surrounds hooks is gone
+    assert saves.found == module.found.get("on_save_checkpoint", [])
     return module.found
 
 
