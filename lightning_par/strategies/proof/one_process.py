@@ -372,9 +372,8 @@ def _prepare(
             _follow(module.trainer.optimizers, given.start.groups)
         before = collect_random_states(device)
         with _noting_writes(module, record.written):
-            rest = given.arguments[done]
-            parted = isinstance(batch, PartedBatch)
-            result = run_parts(step, batch, rest) if parted else step(batch, *rest)
+            take = partial(run_parts, step) if isinstance(batch, PartedBatch) else step
+            result = take(batch, *given.arguments[done])
         record.draws |= not states_alike(before, collect_random_states(device))
         return result
 

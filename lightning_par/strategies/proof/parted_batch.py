@@ -69,7 +69,7 @@ def part_batch(replicas: Sequence[Any], steps: StepRunner, *, sums: bool) -> Par
     return PartedBatch(parts=[part for part, _ in held], weights=weights)
 
 
-def run_parts(step: Callable[..., Any], batch: PartedBatch, rest: Sequence[Any]) -> Any:
+def run_parts(step: Callable[..., Any], batch: PartedBatch, *rest: Any) -> Any:
     """Run a training step for each part that weighs, and return the loss of the global batch.
 
     Args:
