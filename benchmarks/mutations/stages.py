@@ -13,7 +13,6 @@ from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.data import gradient_reduction
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.experts import token_dispatch
-from lightning_par.engine.pipeline.executor import _Walk
 from lightning_par.engine.pipeline.p2p import Channel
 from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights
 
@@ -72,7 +71,7 @@ def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype) if x.is_floating_point() else x
 
 
-@fault("a stage gets the activations of the micro-batch before", PP, {}, LATER)
+@fault("a stage gets the activations of the micro-batch before", PP, LATER)
 def _(switch: Switch) -> None:
     def stale(healthy: Any) -> Any:
         def send(self: Any, tensors: Any) -> None:
@@ -130,18 +129,6 @@ def _(switch: Switch) -> None:
 
     switch.after_batch(halved)
     switch.at_start(halved)
-
-
-@fault("recomputed or dropped entries are drawn anew in each stage", PP, overrides={"dropout": 0.1})
-def _(switch: Switch) -> None:
-    def redraws(healthy: Any) -> Any:
-        def forward(self: Any, *args: Any) -> None:
-            torch.rand(1 + torch.distributed.get_rank())
-            healthy(self, *args)
-
-        return forward
-
-    switch.swap((_Walk, "_forward"), redraws)
 
 
 @fault("parts of attention are averaged without their weights", CP, {}, LATER)
