@@ -128,7 +128,7 @@ def _(switch: Switch) -> None:
             group["lr"] *= 0.5
 
     switch.after_batch(halved)
-    switch.at_start(halved)
+    switch.at_start(lambda trainer, module: halved(trainer, module) if switch.acts() else None)
 
 
 @fault("parts of attention are averaged without their weights", CP, {}, LATER)
