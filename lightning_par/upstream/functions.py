@@ -41,13 +41,17 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
         inner.__globals__.update(before)  # of an outer one, if there is one
 
 
-def copied_function(function: Callable[..., Any]) -> FunctionType:
+def copied_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function, by which what it is `diverted` to can call the original.
 
     Args:
-        function: A function written in Python, perhaps decorated; not diverted yet.
+        function: A function written in Python, perhaps decorated. If it is diverted already, what
+            it is diverted to is returned.
     """
     inner = cast(FunctionType, inspect.unwrap(function))
+    target = inner.__globals__.get(f"{_TARGET}_{inner.__name__}")
+    if target is not None:
+        return cast(Callable[..., Any], target)
     made = FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__)
     made.__kwdefaults__ = inner.__kwdefaults__
     return made

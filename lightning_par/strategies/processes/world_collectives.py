@@ -8,9 +8,10 @@ replica; behind the blocks of a pipeline only the ranks of its last stage would 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -111,12 +112,12 @@ def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterato
         yield
 
 
-def _checked(original: FunctionType, check: Callable[[Any], None]) -> Callable[..., Any]:
-    code = original.__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+def _checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    names = list(signature(original).parameters)
     place = names.index("group")
     op_place = names.index("op") if "op" in names else len(names)
 
+    @wraps(original)  # whose signature a run inside of this one asks for
     def run(*args: Any, **kwargs: Any) -> Any:
         group = args[place] if len(args) > place else kwargs.get("group")
         if group is None or group is dist.group.WORLD:

@@ -139,6 +139,11 @@ class WholeDraws(TorchFunctionMode):
         finally:
             self._replays = False
 
+    @property
+    def count(self) -> int:
+        """Number of draws of the last forward."""
+        return len(self._draws)
+
     def learn(self) -> None:
         """Take what the last forward drew, for some samples or a part of them, as what every step
         draws. A rank with several stages takes those of the last one.

@@ -117,7 +117,8 @@ class StepRandom:
             tokens: T, if this rank may see T/tp of them.
             share: What the batch of this replica is of the global one.
 
-        **Communicates**: the random state of rank 0, if the step draws more than dropout.
+        **Communicates**: the random state of rank 0, if the step draws more than dropout; after one
+        of evaluation, two numbers, and the state of the rank that drew most, if some drew less.
         """
         if not self._draws_whole:
             with fork_all_rng(self._device) if self._seeds else nullcontext():
@@ -138,8 +139,24 @@ class StepRandom:
         self._has_begun = False
         try:
             yield
+            if self._replicas > 1 and self._name != "training_step":
+                self._catch_up()
         finally:
             self._begin = None
+
+    def _catch_up(self) -> None:
+        """Continue from the state of the rank that drew most. Texts of replicas end at other
+        lengths, and one process draws until the longest has ended.
+        """
+        rank, world, count = dist.get_rank(), dist.get_world_size(), self._draws.count
+        most = torch.tensor([count * world + rank, -count], device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        last, fewest = most.tolist()
+        if last // world > -fewest:
+            assert dist.group.WORLD is not None
+            states = collect_random_states(self._device)
+            states = broadcast_object(states, last % world, dist.group.WORLD)
+            restore_random_states(states, self._device)
 
     def _own_tokens(self, tokens: int | None) -> Tokens | None:
         if tokens is None or self._token_ranks == 1:
