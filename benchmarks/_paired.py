@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import statistics
-import tempfile
 import threading
 import time
 import traceback
@@ -323,15 +322,14 @@ def launch(body: Callable[[Arguments], None], arguments: Arguments, *, ranks: in
         arguments: What `body` takes.
         ranks: How many.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        method = "fork" if "fork" in mp.get_all_start_methods() else "spawn"
-        mp.start_processes(
-            _rank, (body, arguments, ranks, f"{folder}/store"), ranks, start_method=method
-        )
+    # Ranks that meet in a store, as before a forward in a hook, would poll one in a file.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    method = "fork" if "fork" in mp.get_all_start_methods() else "spawn"
+    mp.start_processes(_rank, (body, arguments, ranks, store.port), ranks, start_method=method)
 
 
 def _rank(
-    rank: int, body: Callable[[Arguments], None], arguments: Arguments, ranks: int, store: str
+    rank: int, body: Callable[[Arguments], None], arguments: Arguments, ranks: int, port: int
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -347,7 +345,7 @@ def _rank(
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, ranks),
+        store=dist.TCPStore("127.0.0.1", port),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(minutes=5),

@@ -158,6 +158,7 @@ PROOFS: dict[str, str] = {
         sequences::test_evaluation_equals_one_process
         sequences::test_texts_of_replicas_end_at_other_lengths
         generation::test_texts_are_those_of_one_process
+        generation_families::test_texts_are_those_of_one_process
         generation::test_a_step_may_sample_by_itself
         generation::test_ranks_with_several_stages_generate_without_a_cache""",
     "counts positions by itself": """

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.hooks.innermost_mode import asks_innermost, without_mode
 from lightning_par.strategies.hooks.mixed_tensors import first, is_masked, run, SET_DATA, written
 from lightning_par.strategies.hooks.whole_groups import WholeGroups
 from lightning_par.strategies.step.absent_parameter import (
@@ -178,7 +179,8 @@ class WholeView(TorchFunctionMode):
         self._is_paused = True
         self._groups.hide()
         try:
-            yield
+            with without_mode(self):
+                yield
         finally:
             self._is_paused = False
             self._groups.show()
@@ -312,6 +314,8 @@ class WholeView(TorchFunctionMode):
     ) -> Any:
         """Run a function on every rank that has its values; see Note [Whole view]."""
         kwargs = kwargs or {}
+        if asks_innermost(func):
+            return args[0] is self
         if self._is_paused:
             return func(*args, **kwargs)
         parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
