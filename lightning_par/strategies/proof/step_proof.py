@@ -328,7 +328,7 @@ class StepProof:
         if model is None:
             return
         self._noted.losses.append(global_loss(model, weighted, self._device))
-        self._own_losses.append(float(weighted))
+        self._own_losses.append(float(weighted.detach()))
         self._accumulates = not model.sharding.synchronizes
         host = model.host
         sees = host is None or (host.defers and host.shows_update)
