@@ -104,7 +104,8 @@ def take_over(given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Paramet
 
 def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]] | None) -> bool:
     """Give optimizers the states of those on the mesh; return whether they have them."""
-    if states is None:
+    # Others may keep more than states, such as counters, which nobody has gathered.
+    if states is None or any(type(o).__module__.split(".")[0] != "torch" for o in optimizers):
         return False
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
