@@ -78,19 +78,6 @@ class StepRecord:
         found = [g for gradients in self.gradients for g in (gradients or {}).values()]
         return all(map(math.isfinite, self.losses)) and all(bool(g.isfinite().all()) for g in found)
 
-    def add(self, other: "StepRecord") -> None:
-        """Add another batch of the same step: its loss after the others, its gradients to theirs.
-
-        Args:
-            other: Of one backward.
-        """
-        gradients = dict(other.gradients[-1] or {})
-        for name, gradient in ((self.gradients or [None])[-1] or {}).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        self.gradients = [None] * len(self.losses) + [gradients]
-        self.losses += other.losses
-        self.draws |= other.draws
-
 
 @dataclass(kw_only=True, eq=False)
 class EvaluationRecord:

@@ -1,15 +1,15 @@
 """Tells whether software or a device is to blame for a step that differs from one process.
 
 Note [Software or machine]: a fault of the software comes again whenever the same is computed; one
-of a device, such as a flipped bit, does not. So weights of which ranks hold copies are compared
-first: where these differ, a device has changed one, or code that runs on some ranks only. Else the
-mesh takes forward and backward again, from the weights that the step began with, and so does one
-process. Where copies differ, too, as a sum that is missing also makes them differ: from the values
-that the first rank of each axis holds, and software is to blame if the step differs again. A device
-is blamed only if three things hold: both are equal this time, one process computes what it did the
-first time, and the mesh does not. Else, as where hooks have changed attributes since, the
-difference is one of the software. What the mesh computed otherwise the first time tells which ranks
-it can be.
+of a device, such as a flipped bit, does not. So the mesh takes forward and backward again, from the
+weights that the step began with, and so does one process. Weights of which ranks hold copies are
+compared first. Where these differ, a device has changed one, or code that runs on some ranks only;
+but a sum that is missing makes them differ, too, so that the step is then taken again from the
+values that the first rank of each axis holds, and software is to blame if it differs again. Else a
+device is blamed only if three things hold: both are equal this time, one process computes what it
+did the first time, and the mesh does not. Otherwise, as where hooks have changed attributes since,
+the difference is one of the software. What the mesh computed otherwise the first time tells which
+ranks it can be.
 """
 
 import math
@@ -48,14 +48,14 @@ class _Rank:
         host: Its name.
         replica: Number of the replica, and of its part of the sequences.
         part: Its pipeline rank and tensor-parallel rank.
-        losses: Its own losses of both times, weighted.
+        losses: Its own loss of both times, weighted.
         boxes: Canonical name -> offset and shape of its part of the gradient.
     """
 
     host: str
     replica: tuple[int, int]
     part: tuple[int, int]
-    losses: tuple[list[float], list[float]]
+    losses: tuple[float, float]
     boxes: Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 
@@ -89,15 +89,13 @@ def find_fault(
         return VerificationError("LP801", verdict.text)
     second = first.take()
     ranks: list[Any] = [None] * dist.get_world_size()
-    own = _describe(model, (first.own_losses, second.own_losses))
+    own = _describe(model, (first.own_loss, second.own_loss))
     dist.all_gather_object(ranks, own)
     found = agree(lambda: _judge_both(judge, first, second.record, ranks, copies))  # type: ignore[arg-type]
     if isinstance(found, CannotProveError):
         return VerificationError("LP801", verdict.text)
     text, is_device = found
-    if is_device:
-        return VerificationError("LP807", text)
-    return VerificationError("LP801", text)
+    return VerificationError("LP807" if is_device else "LP801", text)
 
 
 def _of_copies(judge: Judge, copies: str) -> str:
@@ -116,7 +114,7 @@ def _differed(judge: Judge) -> str:
     )
 
 
-def _describe(model: ParallelModel, losses: tuple[list[float], list[float]]) -> _Rank:
+def _describe(model: ParallelModel, losses: tuple[float, float]) -> _Rank:
     canonical, at = model.resolved.canonical, model.mesh.place
     boxes = {}
     for name, parameter in model.module.named_parameters():
@@ -150,7 +148,7 @@ def _judge_both(
     """
     difference, before, tolerance = judge.difference, judge.one, judge.tolerance
     assert difference is not None
-    one = judge.take_again(first.tensors, len(first.args), drops=first.drops)
+    one = judge.take_again(first.tensors, drops=first.drops)
     comes_again = judge.judge_again(mesh)
     if comes_again is not None:
         again = (
@@ -194,8 +192,8 @@ def _suspects(
 
 
 def _has_other_loss(rank: _Rank, tolerance: Tolerance) -> bool:
-    pairs = zip(*rank.losses, strict=True)
-    return any(not abs(a - b) <= tolerance.loss * max(1.0, abs(b)) for a, b in pairs)
+    one, other = rank.losses
+    return not abs(one - other) <= tolerance.loss * max(1.0, abs(other))
 
 
 def _changes(

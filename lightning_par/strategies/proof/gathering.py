@@ -102,8 +102,9 @@ def gather_optimizers(
     model: ParallelModel, optimizers: Sequence[Optimizer]
 ) -> list[dict[str, Any]] | None:
     """Return the states of optimizers on rank 0, whole, as one process has them; elsewhere they are
-    empty. None: they cannot be gathered, as those that the host updates, or those of which nobody
-    knows which part a rank holds.
+    empty. None: they cannot be gathered, as those that the host updates, those of which nobody
+    knows which part a rank holds, and those of other libraries than torch, whose optimizers may
+    keep more than their states, such as counters.
 
     Args:
         model: The model on the mesh.
@@ -111,7 +112,8 @@ def gather_optimizers(
 
     **Communicates**: whether each rank can give them, then the states.
     """
-    if model.host is not None:
+    are_of_torch = all(type(each).__module__.split(".")[0] == "torch" for each in optimizers)
+    if model.host is not None or not are_of_torch:
         return None
     local: list[dict[str, Any]] = []
     with suppress(CheckpointError):

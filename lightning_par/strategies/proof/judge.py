@@ -190,11 +190,11 @@ class Judge:
         Raises:
             CannotProveError: That is not known.
         """
-        self.take_again(tensors, 1, drops=False)
+        self.take_again(tensors, drops=False)
         return self.judge_again(mesh)
 
     def judge_again(self, mesh: StepRecord) -> Differs | None:
-        """Return how batches that the mesh has taken again differ; None: they do not.
+        """Return how the batch that the mesh has taken again differs; None: it does not.
 
         Args:
             mesh: What the mesh computed; `take_again` has given what one process did.
@@ -202,20 +202,16 @@ class Judge:
         difference = first_beyond(measure_backwards(mesh, self.one, self.tolerance))
         return None if difference is None else self._explain(difference, self.one)
 
-    def take_again(self, tensors: Mapping[str, Tensor], count: int, *, drops: bool) -> StepRecord:
-        """Take batches of the step again on one process: each from the same weights, and with the
-        attributes, learning rates and what is outside of the module as they are now.
+    def take_again(self, tensors: Mapping[str, Tensor], *, drops: bool) -> StepRecord:
+        """Take the first batch of the step again on one process, with the attributes, learning
+        rates and what is outside of the module as they are now; return its loss and gradients.
 
         Args:
             tensors: Name -> value of every parameter and buffer.
-            count: How many batches, from the first.
             drops: Whether dropout is on.
 
-        Returns:
-            The losses, and after the last the sum of all gradients.
-
         Raises:
-            CannotProveError: A batch fails.
+            CannotProveError: It fails.
         """
         start = replace(
             self.given.start,
@@ -224,11 +220,8 @@ class Judge:
             put_outside=lambda: None,
             is_later=True,
         )
-        self.one = total = StepRecord()
-        for number in range(count):
-            batches = self.joined[number : number + 1]
-            total.add(self._take(number, drops=drops, start=start, batches=batches))
-        return total
+        self.one = self._take(0, drops=drops, start=start, batches=self.joined[:1])
+        return self.one
 
     def _run(self, **changes: Any) -> StepRecord:
         """Take the step on one process, with `changes` of what is given."""

@@ -27,37 +27,37 @@ __all__ = ["MeshStep", "copy_parts"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshStep:
-    """Batches of a step that the mesh can take again, and what it computed.
+    """The first batch of a step, which the mesh can take again, and what it computed.
 
     Attributes:
         model: The model on the mesh.
-        plugin: Precision plugin, whose context surrounds each batch.
+        plugin: Precision plugin, whose context surrounds the batch.
         options: Of the strategy.
         device: That of this rank.
-        args: For each batch, what `training_step` is given on this rank.
-        random_states: Of the generators of this rank, at the start of each batch.
+        args: What `training_step` is given on this rank.
+        random_states: Of the generators of this rank, at the start of the batch.
         step: `global_step` as the module shall see it.
         drops: Whether dropout is on.
         parts: From `copy_parts`, when the step began.
-        is_present: Whether the batches are taken with the present weights, not with `parts`.
-        tensors: On rank 0, name -> whole value of the parameters and buffers they are taken with.
-        record: What the mesh computed, if it did; gradients are whole, on rank 0.
-        own_losses: The weighted losses of this rank.
+        is_present: Whether the batch is taken with the present weights, not with `parts`.
+        tensors: On rank 0, name -> whole value of the parameters and buffers it is taken with.
+        record: What the mesh computed in the step, if it did; gradients are whole, on rank 0.
+        own_loss: The weighted loss of this rank.
     """
 
     model: ParallelModel
     plugin: Precision
     options: MeshOptions
     device: torch.device
-    args: Sequence[Sequence[Any]]
-    random_states: Sequence[dict[str, Any]]
+    args: Sequence[Any]
+    random_states: dict[str, Any]
     step: int
     drops: bool
     parts: Sequence[Tensor]
     is_present: bool = False
     tensors: Mapping[str, Tensor]
     record: StepRecord = field(default_factory=StepRecord)
-    own_losses: list[float] = field(default_factory=list)
+    own_loss: float = 0.0
 
     @property
     def can_repeat(self) -> bool:
@@ -69,43 +69,32 @@ class MeshStep:
             and options.gradient_compression is None
             and (self.drops or options.compile_blocks is False)
             and getattr(self.plugin, "scaler", None) is None
-            # Batches are taken alone, and do not add their gradients up as those of a step do.
-            and len(self.record.losses or self.args) == len(self.args) == 1
+            # Taken alone, a batch does not add its gradients to those of others.
+            and len(self.record.losses) <= 1
         )
 
     def rehearsal(self, tensors: Mapping[str, Tensor]) -> "MeshStep":
-        """Return its first batch, to be taken with the present weights, and without dropout.
+        """Return the batch, to be taken with the present weights, and without dropout.
 
         Args:
             tensors: Those weights, on rank 0.
         """
         return replace(
-            self,
-            args=self.args[:1],
-            random_states=self.random_states[:1],
-            drops=False,
-            is_present=True,
-            tensors=tensors,
-            record=StepRecord(),
-            own_losses=[],
+            self, drops=False, is_present=True, tensors=tensors, record=StepRecord(), own_loss=0.0
         )
 
     def take(self) -> "MeshStep":
-        """Take the batches, each alone, and return what they give; gradients are added up.
+        """Take the batch, and return what it gives.
 
         Logs and hooks of the user's are left out, and afterwards everything is as before.
 
-        **Communicates**: for each batch as a training step does, then its loss, and its gradients
-        to rank 0.
+        **Communicates**: as a training step does, then the loss, and the gradients to rank 0.
         """
-        record, own = StepRecord(), list[float]()
-        with nullcontext() if self.is_present else self.at_begin():
-            for args, states in zip(self.args, self.random_states, strict=True):
-                with self._taken(args, states) as weighted:
-                    loss = global_loss(self.model, weighted, self.device)
-                    record.add(StepRecord(losses=[loss], gradients=[gather_gradients(self.model)]))
-                    own.append(float(weighted))
-        return replace(self, record=record, own_losses=own)
+        begin = nullcontext() if self.is_present else self.at_begin()
+        with begin, self._taken() as weighted:
+            loss = global_loss(self.model, weighted, self.device)
+            record = StepRecord(losses=[loss], gradients=[gather_gradients(self.model)])
+            return replace(self, record=record, own_loss=float(weighted))
 
     @contextmanager
     def at_begin(self) -> Iterator[None]:
@@ -121,17 +110,17 @@ class MeshStep:
             _fill(module, held)
 
     @contextmanager
-    def _taken(self, args: Sequence[Any], random_states: dict[str, Any]) -> Iterator[Tensor]:
-        """Give the weighted loss of a batch while its gradients are in place."""
+    def _taken(self) -> Iterator[Tensor]:
+        """Give the weighted loss of the batch while its gradients are in place."""
         model, module = self.model, self.model.module
         quiet = logs_off(module), silent(module.trainer.loggers)
         isolated_step = isolated(module), *quiet, _at_step(module.trainer, self.step)
         with ExitStack() as stack:
             for each in (*isolated_step, torch.enable_grad()):
                 stack.enter_context(each)
-            restore_random_states(random_states, self.device)
+            restore_random_states(self.random_states, self.device)
             with nullcontext() if self.drops else WithoutDropout():
-                output, begun = model.steps.training(self.plugin, args)
+                output, begun = model.steps.training(self.plugin, self.args)
                 with closing(begun):
                     # Lightning divides the loss of each of the batches that it accumulates.
                     loss = loss_of(output) / module.trainer.accumulate_grad_batches

@@ -65,8 +65,6 @@ _COPIES = 12
 """Parameters, gradients before and after hooks, and two states, and what the mesh had of them, in
 units of the parameters."""
 NOT_PROVED = "is not proved to equal that of one process"
-_HELD = 8
-"""Batches of a step that are held on the device until its verdict, to be taken again."""
 _REMEMBERED = 32
 """Proved steps whose loss and gradients tell what is odd."""
 _logger = logging.getLogger(__name__)
@@ -137,8 +135,8 @@ class StepProof:
 
     def _forget(self) -> None:
         self._given: GivenStep | None = None
-        self._noted, self._own_losses = StepRecord(), list[float]()
-        self._args: list[Sequence[Any]] = []  # what each batch of the step gave `training_step`
+        self._noted, self._own_loss = StepRecord(), 0.0
+        self._args: Sequence[Any] = ()  # what the first batch of the step gave `training_step`
         self._parts: list[Tensor] = []
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
@@ -191,8 +189,7 @@ class StepProof:
             return  # an optimizer computes the loss once more
         assert self._given is not None
         self._batch = batch
-        if len(self._args) < _HELD:
-            self._args.append(args)
+        self._args = self._args or args
         self._given.arguments.append(args[1:])
         self._given.random_states.append(collect_random_states(self._device))
         with fork_all_rng(self._device):  # what gathers objects may draw numbers
@@ -278,13 +275,14 @@ class StepProof:
             model.host.defers |= model.host.shows_update
         step, held = model.module.global_step, model.module.trainer.optimizers
         continues = step > 0 or any(map(_has_stepped, held))
+        states = gather_optimizers(model, held) if continues else None
         start = StartValues(
             tensors=gather_state(model),
             global_step=step,
             epoch=model.module.current_epoch,
             batch=model.module.trainer.fit_loop.batch_idx,
             continues=continues,
-            optimizers=gather_optimizers(model, held) if continues else None,
+            optimizers=states,
             groups=numbers_of(held),
             put_outside=self._outside(model.module),
             is_later=self._is_later,
@@ -292,7 +290,7 @@ class StepProof:
         )
         self._given, self._parts = GivenStep(start=start), copy_parts(model.module)
         if model.host is None:
-            self._updates = NotedUpdates(model, plugin, self._noted, follows=continues)
+            self._updates = NotedUpdates(model, plugin, self._noted, follows=states is not None)
         self._watch_end(model)
         return True
 
@@ -328,7 +326,7 @@ class StepProof:
         if model is None:
             return
         self._noted.losses.append(global_loss(model, weighted, self._device))
-        self._own_losses.append(float(weighted.detach()))
+        self._own_loss = float(weighted.detach())
         self._accumulates = not model.sharding.synchronizes
         host = model.host
         sees = host is None or (host.defers and host.shows_update)
@@ -403,7 +401,9 @@ class StepProof:
 
     def _compare(self, model: ParallelModel) -> CannotProveError | VerificationError | None:
         """Return the error of a step that differs, or why that is not known; None: it is equal."""
-        self._noted.state = gather_state(model)
+        model.sharding.release()
+        if not self._is_later:  # of which only the parameters right after the update are compared
+            self._noted.state = gather_state(model)
         assert self._plugin is not None
         assert self._given is not None
         judge = None
@@ -424,7 +424,7 @@ class StepProof:
             rank_zero_info(self.outcome)
         step = self._taken(model, self._given, self._plugin)
         if verdict == REHEARSE:
-            step = step.rehearsal(self._noted.state)
+            step = step.rehearsal(gather_state(model) if self._is_later else self._noted.state)
             if not step.can_repeat:
                 return CannotProveError("the step draws random numbers")
             if reason := from_first(self._follow(model.module)):
@@ -449,13 +449,13 @@ class StepProof:
             options=self._options,
             device=self._device,
             args=self._args,
-            random_states=given.random_states,
+            random_states=given.random_states[0],
             step=given.start.global_step,
             drops=True,
             parts=self._parts,
             tensors=given.start.tensors,
             record=self._noted,
-            own_losses=self._own_losses,
+            own_loss=self._own_loss,
         )
 
     def _look_at_data(self, judge: Judge | None) -> None:

@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 from lightning.pytorch.plugins.precision import Precision
@@ -55,18 +54,15 @@ class NotedUpdates:
         self._noted.updated = gather_parameters(self._model)
 
 
-def watch_steps(
-    plugin: Precision, before: Callable[[], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Call a function right before every optimizer updates, and one right after; return what ends
-    that.
+def watch_steps(plugin: Precision, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call a function right before every optimizer updates, and one right after, from now on.
 
     Args:
-        plugin: Runs the hooks and the clipping before an update, and then the update.
+        plugin: Runs the hooks and the clipping before an update, and then the update; it is not
+            used for anything else afterwards.
         before: Called once hooks and clipping are through.
         after: Called before hooks that follow.
     """
-    kept = ExitStack()
 
     def call_behind(name: str, following: Callable[[], None]) -> None:
         plain = getattr(plugin, name)
@@ -78,11 +74,9 @@ def watch_steps(
             return output
 
         vars(plugin)[name] = called
-        kept.callback(vars(plugin).pop, name, None)
 
     call_behind("_after_closure", before)
     call_behind("optimizer_step", after)
-    return kept.close
 
 
 def with_gradients(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -104,8 +98,7 @@ def take_over(given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Paramet
 
 def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]] | None) -> bool:
     """Give optimizers the states of those on the mesh; return whether they have them."""
-    # Others may keep more than states, such as counters, which nobody has gathered.
-    if states is None or any(type(o).__module__.split(".")[0] != "torch" for o in optimizers):
+    if states is None:
         return False
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
