@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.mutations.fault import fault, Switch
+from benchmarks.mutations.gradients import own_norm
 from benchmarks.mutations.layouts import DDP, LATER, OFFLOAD, ZERO1, ZERO3
-from lightning_par.engine.data import gradient_reduction
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights
@@ -165,18 +165,7 @@ def _(switch: Switch) -> None:
 
 @fault("the norm for clipping is that of one shard", ZERO3, trainer={"gradient_clip_val": 0.1})
 def _(switch: Switch) -> None:
-    def own(healthy: Any) -> Any:
-        def norm(parameters: Any, **options: Any) -> Any:
-            grads = [
-                gradient_reduction._real_part(p.grad) for p in parameters if p.grad is not None
-            ]
-            total = torch.nn.utils.get_total_norm(grads)
-            healthy(parameters, **options)
-            return total, torch.zeros_like(total)
-
-        return norm
-
-    switch.swap(gradient_reduction.total_norm, own)
+    own_norm(switch)
 
 
 @fault("one rank takes no steps", DDP, {"rank": 1}, {"rank": 1, **LATER})

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.mutations.fault import fault, Switch
+from benchmarks.mutations.gradients import own_norm, twice
 from benchmarks.mutations.layouts import CP, EP, LATER, PP
 from lightning_par.engine.context import ring_attention
 from lightning_par.engine.context.ring_p2p import KeyValues
 from lightning_par.engine.context.sequence_shard import SequenceShard
-from lightning_par.engine.data import gradient_reduction
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.experts import token_dispatch
 from lightning_par.engine.pipeline.p2p import Channel
@@ -93,32 +93,12 @@ def _(switch: Switch) -> None:
 
 @fault("the gradient of the tied table is summed twice", PP)
 def _(switch: Switch) -> None:
-    def twice(healthy: Any) -> Any:
-        def reduce(self: Any) -> None:
-            healthy(self)
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2)
-
-        return reduce
-
     switch.swap((SharedGradients, "reduce"), twice)
 
 
 @fault("the norm for clipping is that of one stage", PP, trainer={"gradient_clip_val": 0.1})
 def _(switch: Switch) -> None:
-    def own(healthy: Any) -> Any:
-        def norm(parameters: Any, **options: Any) -> Any:
-            grads = [
-                gradient_reduction._real_part(p.grad) for p in parameters if p.grad is not None
-            ]
-            total = torch.nn.utils.get_total_norm(grads)
-            healthy(parameters, **options)
-            return total, torch.zeros_like(total)
-
-        return norm
-
-    switch.swap(gradient_reduction.total_norm, own)
+    own_norm(switch)
 
 
 @fault("the optimizer of one stage takes half of the rate", PP, {"rank": 1}, {"rank": 1, **LATER})
@@ -198,15 +178,6 @@ def _(switch: Switch) -> None:
 
 @fault("gradients are summed over the ranks that share a sequence, twice", CP)
 def _(switch: Switch) -> None:
-    def twice(healthy: Any) -> Any:
-        def reduce(self: Any) -> None:
-            healthy(self)
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2)
-
-        return reduce
-
     switch.swap((ReplicatedGradients, "reduce"), twice)
     switch.swap((SharedGradients, "reduce"), twice)
 

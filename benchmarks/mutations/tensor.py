@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.mutations.fault import fault, Switch
+from benchmarks.mutations.gradients import own_norm, twice
 from benchmarks.mutations.layouts import LATER, TP, TP_DP, TP_WHOLE
 from lightning_par.engine import collectives
 from lightning_par.engine.data.gradient_reduction import is_counted_here, SharedGradients
@@ -91,15 +92,6 @@ def _(switch: Switch) -> None:
 
 @fault("gradients of norms are summed twice", TP)
 def _(switch: Switch) -> None:
-    def twice(healthy: Any) -> Any:
-        def reduce(self: Any) -> None:
-            healthy(self)
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2)
-
-        return reduce
-
     switch.swap((SharedGradients, "reduce"), twice)
 
 
@@ -197,24 +189,7 @@ def _(switch: Switch) -> None:
 
 @fault("the norm for clipping is that of one shard", TP, trainer={"gradient_clip_val": 0.1})
 def _(switch: Switch) -> None:
-    _own_norm(switch)
-
-
-def _own_norm(switch: Switch) -> None:
-    from lightning_par.engine.data import gradient_reduction
-
-    def own(healthy: Any) -> Any:
-        def norm(parameters: Any, **options: Any) -> Any:
-            grads = [
-                gradient_reduction._real_part(p.grad) for p in parameters if p.grad is not None
-            ]
-            total = torch.nn.utils.get_total_norm(grads)
-            healthy(parameters, **options)
-            return total, torch.zeros_like(total)
-
-        return norm
-
-    switch.swap(gradient_reduction.total_norm, own)
+    own_norm(switch)
 
 
 @fault("copies count twice in the norm for clipping", TP, trainer={"gradient_clip_val": 0.1})

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout
 from tests.distributed.user_code.test_batches import per_sample, stack, Undeclared
-from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.models.plain_language_model import NormalizedNet, PlainModule, token_pairs
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import _train_rank, Cases
 
@@ -195,22 +195,11 @@ def in_batch_negatives_gathered() -> Any:
 
 
 def normalized(layout: BatchLayout) -> Any:
-    class Net(PlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.statistics = nn.BatchNorm1d(32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.statistics(self.emb(x).transpose(1, 2)).transpose(1, 2)
-            for block in self.blocks:
-                h = block(h)
-            return self.head(self.norm(h))
-
     class Module(PlainModule):
         batch = layout
 
         def __init__(self) -> None:
-            super().__init__(Net())
+            super().__init__(NormalizedNet())
 
         def parallel_plan(self) -> Any:
             return replace(super().parallel_plan(), first=("net.statistics",))

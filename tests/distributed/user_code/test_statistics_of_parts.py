@@ -6,27 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par.errors import VerificationError
 from lightning_par.models import MixtralModule
-from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.models.plain_language_model import NormalizedNet, PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import strategy_of
-
-
-class _Net(PlainNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.statistics = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.statistics(self.emb(x).transpose(1, 2)).transpose(1, 2)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.norm(h))
 
 
 class Normalized(PlainModule):
@@ -35,7 +23,7 @@ class Normalized(PlainModule):
     batch = replace(PlainModule.batch, local_statistics=True)
 
     def __init__(self, share: float = 1.0) -> None:
-        super().__init__(_Net())
+        super().__init__(NormalizedNet())
         self.share = share
 
     def parallel_plan(self) -> Any:

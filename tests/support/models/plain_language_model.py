@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, ParallelPlan
 
-__all__ = ["PlainModule", "PlainNet", "token_pairs"]
+__all__ = ["NormalizedNet", "PlainModule", "PlainNet", "token_pairs"]
 
 
 class _Mlp(nn.Module):
@@ -41,6 +41,20 @@ class PlainNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+class NormalizedNet(PlainNet):
+    """Normalizes embeddings over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.statistics(self.emb(x).transpose(1, 2)).transpose(1, 2)
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
