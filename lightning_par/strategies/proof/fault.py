@@ -95,7 +95,9 @@ def find_fault(
     if isinstance(found, CannotProveError):
         return VerificationError("LP801", verdict.text)
     text, is_device = found
-    return VerificationError("LP807" if is_device else "LP801", text)
+    if is_device:
+        return VerificationError("LP807", text)
+    return VerificationError("LP801", text)
 
 
 def _of_copies(judge: Judge, copies: str) -> str:
