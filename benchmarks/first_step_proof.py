@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from _gpt import BenchModule, loader
+from _gpt import BenchModule, loader, TOKENS
 from _paired import Arguments, launch
 from lightning.pytorch.callbacks import Callback
 
@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2": {**ONES, "tensor_parallel_size": 2},
     "pp 2": {**ONES, "pipeline_parallel_size": 2},
     "dp 2, ZeRO 3": {**ONES, "data_parallel_size": 2, "zero_stage": 3},
+    "cp 2": {**ONES, "context_parallel_size": 2},
 }
 SIZES = {
     "tiny": GPTConfig(vocab_size=64, num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2),
@@ -36,6 +37,9 @@ SIZES = {
     ),
     "30 M": GPTConfig(
         vocab_size=8192, num_layers=8, model_dim=512, num_heads=8, num_kv_heads=4, tied_head=False
+    ),
+    "300 M": GPTConfig(
+        vocab_size=32_768, num_layers=20, model_dim=1024, num_heads=16, tied_head=False
     ),
 }
 
@@ -51,7 +55,7 @@ class _Clock(Callback):
         self.seconds = time.perf_counter() - self.seconds
 
 
-def body(_: Arguments, *, layout: str, size: str, verify: Any, file: str) -> None:
+def body(_: Arguments, *, layout: str, size: str, verify: Any, tokens: int, file: str) -> None:
     """Run on one rank."""
     warnings.simplefilter("ignore")
     clock, config = _Clock(), SIZES[size]
@@ -68,19 +72,19 @@ def body(_: Arguments, *, layout: str, size: str, verify: Any, file: str) -> Non
         enable_model_summary=False,
         callbacks=[clock],
     )
-    trainer.fit(BenchModule(config), loader(8, vocab=config.vocab_size))
+    trainer.fit(BenchModule(config), loader(8, tokens=tokens, vocab=config.vocab_size))
     if trainer.global_rank == 0:
         found = {"seconds": clock.seconds, "peak": peak_memory(torch.device("cpu"))}
         found["outcome"] = strategy.start.proof.outcome
         Path(file).write_text(json.dumps(found))
 
 
-def measure(layout: str, size: str, verify: Any) -> dict[str, Any]:
+def measure(layout: str, size: str, verify: Any, tokens: int) -> dict[str, Any]:
     """Return seconds, peak bytes and outcome of a run of one step."""
     nothing = Arguments(pairs=0, steps=0, warmup=0, profile=False)
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/found.json"
-        run = partial(body, layout=layout, size=size, verify=verify, file=file)
+        run = partial(body, layout=layout, size=size, verify=verify, tokens=tokens, file=file)
         launch(run, nothing, ranks=2)
         found: dict[str, Any] = json.loads(Path(file).read_text())
     return found
@@ -90,12 +94,17 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--verify", default="first_step", choices=["auto", "first_step"])
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="T")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     options = parser.parse_args()
     print("| model | layout | first step, s | with the proof, s | more memory on rank 0, MiB | |")
     print("|---|---|---|---|---|---|")
     for size in options.sizes:
-        for layout in LAYOUTS:
-            plain, proved = (measure(layout, size, v) for v in (False, "first_step"))
+        for layout in options.layouts:
+            plain, proved = (
+                measure(layout, size, v, options.tokens) for v in (False, options.verify)
+            )
             more = (proved["peak"] - plain["peak"]) / 2**20
             seconds = f"{plain['seconds']:.2f} | {proved['seconds']:.2f}"
             print(

@@ -22,6 +22,7 @@ from lightning_par.observe.report import StepRecord
 __all__ = [
     "EXACT",
     "Difference",
+    "GradientDifferences",
     "Tolerance",
     "first_beyond",
     "measure_backwards",
@@ -275,16 +276,76 @@ def _measure_gradients(
     wanted: Mapping[str, Tensor],
     tolerance: Tolerance,
 ) -> Iterator[Difference]:
-    everything = tolerance.nothing and math.hypot(*map(tolerance.norm, wanted.values()))
-    pairs = []
+    differences = GradientDifferences(kind, tolerance)
     for name in sorted({*got, *wanted}):
-        one, mesh = wanted.get(name), got.get(name)
-        one = torch.zeros_like(got[name]) if one is None else one
-        mesh = torch.zeros_like(one) if mesh is None else mesh
-        size = max(tolerance.least, tolerance.norm(one))
-        bound = tolerance.gradient * size + tolerance.nothing * everything
-        pairs.append((name, mesh, one, bound))
-    return _largest(kind, pairs, tolerance)
+        differences.add(name, got.get(name), wanted.get(name))
+    yield from differences.largest()
+
+
+class GradientDifferences:
+    """Differences of gradients that are measured one by one, so that none has to be kept.
+
+    Args:
+        kind: See `Difference`.
+        tolerance: For both sides.
+
+    Attributes:
+        norm: Of all gradients of one process, together.
+    """
+
+    def __init__(self, kind: Literal["gradient", "handed"], tolerance: Tolerance) -> None:
+        self._kind, self._tolerance = kind, tolerance
+        self._pairs = dict[str, _Pair]()
+        self.norm = 0.0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pairs
+
+    def add(self, name: str, got: Tensor | None, wanted: Tensor | None) -> None:
+        """Measure a gradient.
+
+        Args:
+            name: FQN of the parameter.
+            got: That of the mesh; None counts as zeros.
+            wanted: That of one process, likewise; on the same device.
+        """
+        if got is None and wanted is None:
+            return
+        got = torch.zeros_like(wanted) if got is None else got  # type: ignore[arg-type]
+        wanted = torch.zeros_like(got) if wanted is None else wanted
+        tolerance = self._tolerance
+        pair = _Pair.of(name, got, wanted, tolerance)
+        bound = tolerance.gradient * max(tolerance.least, pair.wanted)
+        # What is within the bound of its own is no candidate.
+        factor = _factor(_wide(got), _wide(wanted), tolerance) if pair.size > bound else None
+        self._pairs[name] = replace(pair, bound=bound, factor=factor)
+        self.norm = math.hypot(self.norm, pair.wanted)
+
+    def largest(self) -> Iterator[Difference]:
+        """Give the difference that is furthest beyond what it may be, if there is a gradient."""
+        whole = self._tolerance.nothing and self._tolerance.nothing * self.norm
+        pairs = [replace(pair, bound=pair.bound + whole) for pair in self._pairs.values()]
+        return _largest(self._kind, pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A tensor of the mesh and that of one process: norms, that of the difference, and what it may
+    be; `factor` as in `Difference`.
+    """
+
+    name: str
+    got: float
+    wanted: float
+    size: float
+    bound: float = 0.0
+    factor: float | None = None
+
+    @classmethod
+    def of(cls, name: str, got: Tensor, wanted: Tensor, tolerance: Tolerance) -> "_Pair":
+        norms = tolerance.norm(got), tolerance.norm(wanted)
+        size = tolerance.distance(got, wanted)
+        return cls(name=name, got=norms[0], wanted=norms[1], size=size)
 
 
 def measure_states(
@@ -306,37 +367,35 @@ def measure_states(
         got = mesh.get(name)
         if got is None or got.shape != wanted.shape:
             continue
-        update = _wide(wanted) - _wide(before[name]) if name in before else wanted
-        size = max(tolerance.least, tolerance.norm(wanted))
+        start = _wide(before[name]) if name in before else torch.zeros((), dtype=torch.float64)
+        update = _wide(wanted) - start
+        pair = _Pair.of(name, got, wanted, tolerance)
+        size = max(tolerance.least, pair.wanted)
         bound = tolerance.update * tolerance.norm(update) + tolerance.rounding * size
-        pairs.append((name, got, wanted, bound if wanted.is_floating_point() else 0.0))
-    return _largest("weight", pairs, tolerance, before)
+        bound = bound if wanted.is_floating_point() else 0.0
+        factor = _factor(_wide(got) - start, update, tolerance) if pair.size > bound else None
+        pairs.append(replace(pair, bound=bound, factor=factor))
+    return _largest("weight", pairs)
 
 
 def _largest(
-    kind: Literal["gradient", "handed", "weight"],
-    pairs: Sequence[tuple[str, Tensor, Tensor, float]],
-    tolerance: Tolerance,
-    before: Mapping[str, Tensor] | None = None,
+    kind: Literal["gradient", "handed", "weight"], pairs: Sequence[_Pair]
 ) -> Iterator[Difference]:
     """Give the difference of the pair that is furthest beyond its bound, if there is a pair."""
     if not pairs:
         return
-    sizes = [tolerance.distance(got, wanted) for _, got, wanted, _ in pairs]
-    excesses = [_excess(size, pair[-1]) for size, pair in zip(sizes, pairs, strict=True)]
+    excesses = [_excess(pair.size, pair.bound) for pair in pairs]
     excess = max(excesses)
-    at = excesses.index(excess)
-    name, got, wanted, _ = pairs[at]
-    start = _wide(before[name]) if before is not None and name in before else 0.0
+    pair = pairs[excesses.index(excess)]
     yield Difference(
         kind=kind,
-        name=name,
-        got=tolerance.norm(got),
-        wanted=tolerance.norm(wanted),
-        size=sizes[at],
+        name=pair.name,
+        got=pair.got,
+        wanted=pair.wanted,
+        size=pair.size,
         excess=excess,
         others=sum(other > 1 for other in excesses) - 1,
-        factor=_factor(_wide(got) - start, _wide(wanted) - start, tolerance),
+        factor=pair.factor,
     )
 
 

@@ -55,17 +55,18 @@ class Cadence:
         """Note that a proof begins with the step that is about to be taken."""
         self._began = self._clock()
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, forecast: float = 0.0) -> None:
         """Choose the next step after the proof of this one; the choice of rank 0 counts.
 
         Args:
             step: Number of the step that was proved, or could not be.
+            forecast: Seconds that the proof would have taken, if it was left out for them.
         """
         if self.share is None:
             self.next = None if self._every is None else step + self._every
             return
         now = self._clock()
-        self._cost = now - self._began
+        self._cost = forecast or now - self._began
         if self._since is None:
             self._since, self.next = now, step + _LEAST
         else:

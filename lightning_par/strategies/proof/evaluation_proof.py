@@ -25,8 +25,8 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.gathering import from_first, gather_batches, gather_state
 from lightning_par.strategies.proof.judge import agree, CannotProveError, Judge
 from lightning_par.strategies.proof.one_process import evaluate_alone, GivenStep
-from lightning_par.strategies.proof.skeleton import Skeleton
-from lightning_par.strategies.proof.step_proof import NOT_PROVED, reason_of_run
+from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
+from lightning_par.strategies.proof.step_proof import NOT_PROVED
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.metrics import MetricsOfBatch, OF_METRIC
 from lightning_par.strategies.step.runner import EvaluationStep
@@ -105,6 +105,8 @@ class EvaluationProof:
         reason = "replicas may predict unequal numbers of batches."
         if name != "predict_step" or model.mesh.sizes.data == 1:
             run = reason_of_run(self._skeleton, model.module)
+            if isinstance(self._skeleton, Skeleton) and self._skeleton.too_large:
+                run = f"{self._skeleton.too_large}."
             if not run and model.resolved.plan.batch.local_statistics:
                 run = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
             alone = "each replica runs the step on its own samples, as the log says."

@@ -32,7 +32,7 @@ from lightning_par.strategies.proof.judge import agree, CannotProveError, Differ
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
-__all__ = ["find_fault"]
+__all__ = ["find_fault", "passing_fault"]
 
 _END = (
     "Go on from the last checkpoint without that device. The run ends after this step, and nothing "
@@ -98,6 +98,18 @@ def find_fault(
     if is_device:
         return VerificationError("LP807", text)
     return VerificationError("LP801", text)
+
+
+def passing_fault(judge: Judge) -> str:
+    """Return the text of LP807 for a batch that differed from one process once, and not again.
+
+    Args:
+        judge: What has compared it.
+    """
+    return (
+        f"{_differed(judge)} Taken again from the same weights, it is equal: a device has computed "
+        f"something else once, and which one cannot be told. {_END}"
+    )
 
 
 def _of_copies(judge: Judge, copies: str) -> str:

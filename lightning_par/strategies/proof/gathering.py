@@ -21,16 +21,19 @@ from lightning_par.strategies.step.batch_weights import weigh
 __all__ = [
     "from_first",
     "gather_batches",
+    "gather_buffers",
+    "gather_forms",
     "gather_gradients",
     "gather_optimizers",
     "gather_parameters",
     "gather_state",
+    "gather_tensors",
     "global_loss",
 ]
 
 
 @torch.no_grad()
-def _gather_tensors(
+def gather_tensors(
     named: Iterable[tuple[str, Tensor | None]], canonical: Mapping[str, str], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
     """Return the tensors of all stages, whole and copied to the CPU, on rank 0; elsewhere nothing.
@@ -65,13 +68,43 @@ def gather_state(model: ParallelModel) -> dict[str, Tensor]:
     Args:
         model: The model on the mesh.
 
-    **Communicates**: as `_gather_tensors`.
+    **Communicates**: as `gather_tensors`.
     """
     model.sharding.release()
-    canonical, module = model.resolved.canonical, model.module
+    return {**gather_parameters(model), **gather_buffers(model)}
+
+
+def gather_buffers(model: ParallelModel) -> dict[str, Tensor]:
+    """Return all buffers, whole and copied to the CPU, on rank 0; elsewhere nothing.
+
+    Args:
+        model: The model on the mesh; nothing is gathered.
+
+    **Communicates**: as `gather_tensors`.
+    """
+    canonical = model.resolved.canonical
     # A buffer under the name of a parameter stands for that of another stage.
-    buffers = [(n, b) for n, b in module.named_buffers() if n not in canonical]
-    return _gather_tensors((*module.named_parameters(), *buffers), canonical, model.mesh)
+    buffers = ((n, b) for n, b in model.module.named_buffers() if n not in canonical)
+    return gather_tensors(buffers, canonical, model.mesh)
+
+
+def gather_forms(model: ParallelModel) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of all parameters, whole, on rank 0; elsewhere nothing.
+
+    Args:
+        model: The model on the mesh.
+
+    **Communicates**: one gather over the pipeline stages.
+    """
+    canonical, mesh = model.resolved.canonical, model.mesh
+    if any(at for axis, at in mesh.place.items() if axis != "pp"):
+        return {}
+    named = model.module.named_parameters()
+    own = {canonical.get(name, name): (p.shape, p.dtype) for name, p in named}
+    forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for stage in _gather(own, mesh.sizes.pipeline, mesh, "pp"):
+        forms |= stage
+    return forms
 
 
 def gather_gradients(model: ParallelModel) -> dict[str, Tensor]:
@@ -80,10 +113,10 @@ def gather_gradients(model: ParallelModel) -> dict[str, Tensor]:
     Args:
         model: The model on the mesh.
 
-    **Communicates**: as `_gather_tensors`.
+    **Communicates**: as `gather_tensors`.
     """
     named = ((n, p.grad) for n, p in model.module.named_parameters())
-    return _gather_tensors(named, model.resolved.canonical, model.mesh)
+    return gather_tensors(named, model.resolved.canonical, model.mesh)
 
 
 def gather_parameters(model: ParallelModel) -> dict[str, Tensor]:
@@ -92,10 +125,10 @@ def gather_parameters(model: ParallelModel) -> dict[str, Tensor]:
     Args:
         model: The model on the mesh; nothing is gathered.
 
-    **Communicates**: as `_gather_tensors`.
+    **Communicates**: as `gather_tensors`.
     """
     named = model.module.named_parameters()
-    return _gather_tensors(named, model.resolved.canonical, model.mesh)
+    return gather_tensors(named, model.resolved.canonical, model.mesh)
 
 
 def gather_optimizers(

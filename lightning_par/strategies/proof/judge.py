@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_par.observe.compare import (
     Difference,
     first_beyond,
+    GradientDifferences,
     measure_backwards,
     measure_handed,
     measure_states,
@@ -201,6 +202,27 @@ class Judge:
         """
         difference = first_beyond(measure_backwards(mesh, self.one, self.tolerance))
         return None if difference is None else self._explain(difference, self.one)
+
+    def judge_gradients(self, mesh: StepRecord, gradients: GradientDifferences) -> Differs | None:
+        """Return how a batch that `take_again` has taken differs; None: it does not.
+
+        Args:
+            mesh: The loss that the mesh computed.
+            gradients: How the gradients of both differ.
+
+        Raises:
+            CannotProveError: That is not known.
+        """
+        lost = self._lost_write(self.one)
+        if lost is not None:
+            return Differs(text=lost, kind="write")
+        losses = measure_backwards(mesh, self.one, self.tolerance)
+        difference = first_beyond((*losses, *gradients.largest()))
+        if difference is not None:
+            return self._explain(difference, self.one)
+        if not gradients.norm:
+            raise CannotProveError("all of its gradients are zero")
+        return None
 
     def take_again(self, tensors: Mapping[str, Tensor], *, drops: bool) -> StepRecord:
         """Take the first batch of the step again on one process, with the attributes, learning

@@ -8,8 +8,6 @@ import functools
 import io
 import logging
 import os
-import socket
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext, redirect_stderr
@@ -38,7 +36,7 @@ from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.observe.outside import outside_kept
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.proof.parted_batch import PartedBatch, run_parts
-from lightning_par.strategies.proof.silence import silent
+from lightning_par.strategies.proof.silence import silent, without_sockets
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.proof.updates import (
     copies_of_gradients,
@@ -50,9 +48,8 @@ from lightning_par.strategies.proof.updates import (
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.step_traces import LogCall, logs_off, noted_logs
-from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import TunerExit
-from lightning_par.upstream.tensor import count_of_changes
+from lightning_par.upstream.tensor import count_of_changes, storage_key
 
 __all__ = ["GivenStep", "evaluate_alone", "run_alone"]
 
@@ -78,6 +75,7 @@ class GivenStep:
             see the own ones, so that an optimizer that divides by tiny gradients gives the same.
             None: the own ones stay.
         backwards: Number of backwards after which the run ends; None: after the whole step.
+        prepare: Called with the whole copy of the module.
     """
 
     start: StartValues
@@ -87,6 +85,7 @@ class GivenStep:
     gradients: Sequence[Mapping[str, Tensor] | None] | None = None
     handed: Sequence[Mapping[str, Tensor]] = ()
     backwards: int | None = None
+    prepare: Callable[[pl.LightningModule], None] = lambda _: None
 
 
 class _Alone(SingleDeviceStrategy):
@@ -109,6 +108,11 @@ class _Alone(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         """The device is set up already."""
+
+    @override
+    def teardown(self) -> None:
+        """The copies of the module and of its optimizers are let go of, not moved to the CPU."""
+        self.precision_plugin.teardown()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -211,6 +215,7 @@ def run_alone(
             trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
             module, callbacks = skeleton.fill(given.start.tensors, trainer)
+            given.prepare(module)
             if not given.start.is_later:
                 trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
             _prepare(module, user, given, record, device)
@@ -400,8 +405,9 @@ def _prepare(
 def _refill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Undo what hooks before the first step, which have run on the mesh, did to weights again."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name in tensors and tensor.shape == tensors[name].shape:
-            tensor.copy_(tensors[name])
+        given = tensors.get(name)
+        if given is not None and given is not tensor and tensor.shape == given.shape:
+            tensor.copy_(given)
 
 
 def _leave_out_begin(module: pl.LightningModule) -> None:
@@ -433,7 +439,7 @@ def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
         return ((name, p) for name, p in named if type(p) is nn.Parameter)
 
     def marks(p: nn.Parameter) -> tuple[int, int, int]:
-        return id(p), p.data_ptr(), count_of_changes(p)
+        return id(p), storage_key(p.untyped_storage()), count_of_changes(p)
 
     def enter(place: str, part: nn.Module, *_: Any) -> None:
         before.update({n: (marks(p), p.detach().clone()) for n, p in own(place, part)})
@@ -468,33 +474,10 @@ def _single_process(device: torch.device, user: pl.Trainer) -> Iterator[None]:
         logging.disable(logging.CRITICAL)
         stack.enter_context(silent(user.loggers))
         stack.enter_context(redirect_stderr(io.StringIO()))
-        stack.enter_context(_without_sockets())
+        stack.enter_context(without_sockets())
         hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
         stack.callback(os.environ.update, hidden)
         stack.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
         dist.group.WORLD = None
         stack.enter_context(torch.enable_grad())
-        yield
-
-
-@contextmanager
-def _without_sockets() -> Iterator[None]:
-    """Inside, what this thread sends through a socket is an error: it was sent on the mesh already.
-
-    To drop it would leave a client waiting for an answer.
-    """
-    thread = threading.get_ident()
-
-    def refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def method(*args: Any) -> Any:
-            if threading.get_ident() == thread:
-                raise RuntimeError(f"it calls socket.{name}, which would send the same twice")
-            return plain(*args)
-
-        return method
-
-    with ExitStack() as stack:
-        for name in ("connect", "send", "sendall", "sendto"):
-            method = refusing(name, getattr(socket.socket, name))
-            stack.enter_context(replaced(socket.socket, name, method))
         yield

@@ -91,7 +91,7 @@ class MeshStep:
         **Communicates**: as a training step does, then the loss, and the gradients to rank 0.
         """
         begin = nullcontext() if self.is_present else self.at_begin()
-        with begin, self._taken() as weighted:
+        with begin, self.taken() as weighted:
             loss = global_loss(self.model, weighted, self.device)
             record = StepRecord(losses=[loss], gradients=[gather_gradients(self.model)])
             return replace(self, record=record, own_loss=float(weighted))
@@ -110,8 +110,12 @@ class MeshStep:
             _fill(module, held)
 
     @contextmanager
-    def _taken(self) -> Iterator[Tensor]:
-        """Give the weighted loss of the batch while its gradients are in place."""
+    def taken(self) -> Iterator[Tensor]:
+        """Give the weighted loss of the batch, taken with the present weights, while its gradients
+        are in place.
+
+        **Communicates**: as a training step does.
+        """
         model, module = self.model, self.model.module
         quiet = logs_off(module), silent(module.trainer.loggers)
         isolated_step = isolated(module), *quiet, _at_step(module.trainer, self.step)

@@ -1,7 +1,9 @@
-"""Running the user's code without a word to the outside: loggers, the terminal, files."""
+"""Running the user's code without a word to the outside: loggers, the terminal, files, sockets."""
 
 import io
 import logging
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, redirect_stdout
 from typing import Any
@@ -13,7 +15,7 @@ from lightning_par.strategies.components.step_writes import logger_like, NO_RANK
 from lightning_par.strategies.start.files_aside import files_aside
 from lightning_par.upstream.functions import replaced
 
-__all__ = ["silent"]
+__all__ = ["silent", "without_sockets"]
 
 
 @contextmanager
@@ -48,3 +50,26 @@ def _silent_class(kind: type) -> type:
 
     others = dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
     return logger_like(kind, lambda _: nothing, **others, experiment=DummyLogger().experiment)
+
+
+@contextmanager
+def without_sockets() -> Iterator[None]:
+    """Inside, what this thread sends through a socket is an error: it was sent on the mesh already.
+
+    To drop it would leave a client waiting for an answer.
+    """
+    thread = threading.get_ident()
+
+    def refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise RuntimeError(f"it calls socket.{name}, which would send the same twice")
+            return plain(*args)
+
+        return method
+
+    with ExitStack() as stack:
+        for name in ("connect", "send", "sendall", "sendto"):
+            method = refusing(name, getattr(socket.socket, name))
+            stack.enter_context(replaced(socket.socket, name, method))
+        yield

@@ -9,18 +9,31 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LambdaCallback,
+    LearningRateFinder,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.dtensor import like_parameter
+from lightning_par.engine.memory.measured import available_memory
+from lightning_par.engine.rng import fork_all_rng
 from lightning_par.observe.contents import copy_of
 from lightning_par.observe.isolate import is_equal
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import gradient_hooks
 
-__all__ = ["Skeleton"]
+__all__ = ["LARGEST", "Skeleton", "reason_of_run", "take_skeleton"]
+
+LARGEST = 2**30
+"""Bytes of parameters up to which ``verify="auto"`` takes a whole step on one process."""
+_COPIES = 12
+"""Parameters, gradients before and after hooks, and two states, and what the mesh had of them, in
+units of the parameters."""
 
 _OWN = frozenset(vars(pl.LightningModule()))
 """Attributes that Lightning and torch give every module."""
@@ -29,6 +42,58 @@ _NO_STATE += (Dataset, DataLoader, pl.LightningDataModule)
 _MISSING = object()
 _OF_GRADIENTS = "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"
 _OURS = ("lightning.", "lightning_par.", "lightning_fabric.", "pytorch_lightning.")
+
+
+def take_skeleton(
+    module: pl.LightningModule, verify: bool | str, world_size: int, rank: int
+) -> "Skeleton | str | None":
+    """Return what the proof has to know of a module before it is put on a mesh.
+
+    Args:
+        module: The user's LightningModule, whole.
+        verify: The option of the strategy.
+        world_size: Number of ranks.
+        rank: Global rank; only rank 0 gets a skeleton.
+
+    Returns:
+        On rank 0 the skeleton; a text if nothing can be proved; None if nothing is to be proved.
+    """
+    if verify is False or world_size == 1:
+        return None
+    if rank:
+        return ""
+    size, free = sum(p.nbytes for p in module.parameters()), available_memory()
+    too_large = ""
+    if verify == "auto" and size > LARGEST:
+        too_large = f"the model has {size / 2**30:.1f} GiB of parameters, more than 1"
+    elif free is not None and free < _COPIES * size:
+        too_large = f"whole it would need {_COPIES * size / 2**30:.1f} GiB on rank 0"
+    try:
+        with fork_all_rng(torch.device("cpu")):  # copies of the user's objects may draw numbers
+            return Skeleton(module, getattr(module.trainer, "callbacks", ()), too_large)
+    except Exception as error:  # whatever a copy of the user's objects raises
+        return f"the module cannot be copied ({type(error).__name__}: {error})."
+
+
+def reason_of_run(skeleton: "Skeleton | str | None", module: pl.LightningModule) -> str:
+    """Return why nothing of a run can be proved, as rank 0 knows it; empty: it can.
+
+    Args:
+        skeleton: From `take_skeleton`.
+        module: The user's LightningModule.
+    """
+    if isinstance(skeleton, str) and skeleton:
+        return skeleton
+    callbacks: Any = getattr(module.trainer, "callbacks", ())
+    if any(map(_tunes, callbacks)):
+        return "a tuner has changed the run since it was set up."
+    return ""
+
+
+def _tunes(callback: Callback) -> bool:
+    """Whether a callback looks for a learning rate or a batch size; the finder has one inside."""
+    inside = type(callback).__module__.startswith("lightning.pytorch.tuner.")
+    return inside or isinstance(callback, LearningRateFinder | BatchSizeFinder)
 
 
 class _NoTrainer:
@@ -44,8 +109,10 @@ class Skeleton:
     Args:
         module: The user's LightningModule, whole.
         callbacks: Those of its Trainer; of Lightning's and ours, none changes a step.
+        too_large: Why rank 0 has no room for whole copies of the parameters; empty: it has.
 
     Attributes:
+        too_large: As given.
         module: The copy; parameters are on meta.
         callback_names: Classes of the user's own callbacks.
         problems: Callbacks that could not be copied, and why.
@@ -55,8 +122,10 @@ class Skeleton:
         Exception: Whatever the module's own `__deepcopy__` and that of its attributes raise.
     """
 
-    def __init__(self, module: pl.LightningModule, callbacks: Sequence[Callback]) -> None:
-        trainer = trainer_of(module)
+    def __init__(
+        self, module: pl.LightningModule, callbacks: Sequence[Callback], too_large: str = ""
+    ) -> None:
+        trainer, self.too_large = trainer_of(module), too_large
         self._trainer = _NoTrainer()
         memo: dict[int, Any] = {}
         if trainer is not None:
@@ -139,7 +208,8 @@ class Skeleton:
         """Return a whole copy of the module, and of the callbacks.
 
         Args:
-            tensors: Name -> value of every parameter, and of buffers.
+            tensors: Name -> value of every parameter, and of buffers. A value that is a parameter
+                itself is taken as it is, others are copied.
             trainer: What referred to the user's Trainer refers to this one.
 
         Raises:
@@ -149,7 +219,10 @@ class Skeleton:
         for name, parameter in self.module.named_parameters():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise RuntimeError(f"the value of {name} is not known")
-            memo[id(parameter)] = whole = like_parameter(parameter, tensors[name].clone())
+            given = tensors[name]
+            is_ready = isinstance(given, nn.Parameter)
+            whole = given if is_ready else like_parameter(parameter, given.clone())
+            memo[id(parameter)] = whole
             for hook in self._hooks[id(parameter)]:
                 whole.register_hook(hook)
         module, callbacks = copy.deepcopy((self.module, self._callbacks), memo)

@@ -11,21 +11,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_par.engine.data.equal_copies import differing_copies, error_of_copies
-from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.errors import VerificationError
 from lightning_par.observe.outside import outside_state
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.by_blocks import compare_by_blocks, TooLongError
 from lightning_par.strategies.proof.cadence import Cadence
-from lightning_par.strategies.proof.fault import find_fault
+from lightning_par.strategies.proof.fault import find_fault, passing_fault
 from lightning_par.strategies.proof.gathering import (
     from_first,
     gather_batches,
@@ -46,60 +45,22 @@ from lightning_par.strategies.proof.odd_data import find_odd, Size, size_of
 from lightning_par.strategies.proof.one_process import GivenStep
 from lightning_par.strategies.proof.parted_batch import why_not_parted
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
-from lightning_par.strategies.proof.skeleton import Skeleton
+from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
 from lightning_par.strategies.proof.updates import NotedUpdates
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 
 __all__ = [
-    "LARGEST",
     "NOT_PROVED",
     "StepProof",
-    "reason_of_run",
-    "take_skeleton",
 ]
 
-LARGEST = 2**30
-"""Bytes of parameters up to which ``verify="auto"`` proves the first step."""
-_COPIES = 12
-"""Parameters, gradients before and after hooks, and two states, and what the mesh had of them, in
-units of the parameters."""
 NOT_PROVED = "is not proved to equal that of one process"
+_LONGEST = 300.0
+"""Seconds that the first proof of a budget may take, where the model is compared by blocks."""
 _REMEMBERED = 32
 """Proved steps whose loss and gradients tell what is odd."""
 _logger = logging.getLogger(__name__)
-_HOW = 'verify="first_step" proves it, and `lightning-par verify` compares more of them.'
-
-
-def take_skeleton(
-    module: pl.LightningModule, verify: bool | str, world_size: int, rank: int
-) -> Skeleton | str | None:
-    """Return what the proof has to know of a module before it is put on a mesh.
-
-    Args:
-        module: The user's LightningModule, whole.
-        verify: The option of the strategy.
-        world_size: Number of ranks.
-        rank: Global rank; only rank 0 gets a skeleton.
-
-    Returns:
-        On rank 0 the skeleton; a text if nothing can be proved; None if nothing is to be proved.
-    """
-    if verify is False or world_size == 1:
-        return None
-    size = sum(p.numel() * p.element_size() for p in module.parameters())
-    if verify == "auto" and size > LARGEST:
-        return f"the model has {size / 2**30:.1f} GiB of parameters, more than 1. {_HOW}"
-    if rank:
-        return ""
-    free = available_memory()
-    if verify == "auto" and free is not None and free < _COPIES * size:
-        return f"it would need {_COPIES * size / 2**30:.1f} GiB on rank 0. {_HOW}"
-    try:
-        with fork_all_rng(torch.device("cpu")):  # copies of the user's objects may draw numbers
-            return Skeleton(module, getattr(module.trainer, "callbacks", ()))
-    except Exception as error:  # whatever a copy of the user's objects raises
-        return f"the module cannot be copied ({type(error).__name__}: {error})."
 
 
 class StepProof:
@@ -140,6 +101,7 @@ class StepProof:
         self._parts: list[Tensor] = []
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
+        self._by_blocks = ""  # why the model is too large to be whole on rank 0
         self._updates: NotedUpdates | None = None
         self._deferred = False  # what the optimizer on the host does without the proof
 
@@ -155,7 +117,7 @@ class StepProof:
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
             self._model.gradients.before_refusal = None
-            if self._model.host is not None:
+            if self._model.host is not None and not self._by_blocks:
                 self._model.host.defers = self._deferred
         self._model = None
         self._forget()
@@ -247,37 +209,40 @@ class StepProof:
             return f"the module cannot be copied ({type(error).__name__}: {error})."
         return ""
 
-    def _put_off(self, model: ParallelModel, plugin: Precision) -> int | str | None:
-        """Return, on rank 0, the step that is proved in place of this one, or why none is."""
+    def _put_off(self, model: ParallelModel, plugin: Precision) -> tuple[int | None, str, str]:
+        """Return, on rank 0, the step that is proved in place of this one, why none is, and why it
+        is compared by blocks.
+        """
         later = self._cadence.put_off(self._step)
         if later is not None:
-            return later
+            return later, "", ""
         reason = self._reason(model.module, plugin, model.resolved.plan.batch)
-        return reason or (self._follow(model.module) if self._is_later else "")
+        reason = reason or (self._follow(model.module) if self._is_later else "")
+        skeleton = self._skeleton
+        return None, reason, skeleton.too_large if isinstance(skeleton, Skeleton) else ""
 
     def _start(self, model: ParallelModel, plugin: Precision) -> bool:
         self._cadence.begin()
         found = from_first(self._put_off(model, plugin) if dist.get_rank() == 0 else None)
-        if isinstance(found, int):
-            self._cadence.next = found
+        later, reason, self._by_blocks = found
+        if later is not None:
+            self._cadence.next = later
             return False
-        if found:
+        if reason:
             which = self._which
             self.close()
-            self.outcome = f"{which} {NOT_PROVED}: {found}"
-            self._note(f"not proved: {found.removesuffix('.')}")
+            self.outcome = f"{which} {NOT_PROVED}: {reason}"
+            self._note(f"not proved: {reason.removesuffix('.')}")
             self._refuse_if_asked()
             rank_zero_info(self.outcome)
             return False
         self._model, self._plugin = model, plugin
-        if model.host is not None:
-            self._deferred = model.host.defers
-            model.host.defers |= model.host.shows_update
         step, held = model.module.global_step, model.module.trainer.optimizers
         continues = step > 0 or any(map(_has_stepped, held))
-        states = gather_optimizers(model, held) if continues else None
+        is_whole = not self._by_blocks
+        states = gather_optimizers(model, held) if continues and is_whole else None
         start = StartValues(
-            tensors=gather_state(model),
+            tensors=gather_state(model) if is_whole else {},
             global_step=step,
             epoch=model.module.current_epoch,
             batch=model.module.trainer.fit_loop.batch_idx,
@@ -288,8 +253,13 @@ class StepProof:
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
-        self._given, self._parts = GivenStep(start=start), copy_parts(model.module)
-        if model.host is None:
+        self._given = GivenStep(start=start)
+        if is_whole:
+            self._parts = copy_parts(model.module)
+        if is_whole and model.host is not None:
+            self._deferred = model.host.defers
+            model.host.defers |= model.host.shows_update
+        elif is_whole:
             self._updates = NotedUpdates(model, plugin, self._noted, follows=states is not None)
         self._watch_end(model)
         return True
@@ -325,9 +295,11 @@ class StepProof:
         model = self._model
         if model is None:
             return
+        self._accumulates = not model.sharding.synchronizes
+        if self._by_blocks:
+            return
         self._noted.losses.append(global_loss(model, weighted, self._device))
         self._own_loss = float(weighted.detach())
-        self._accumulates = not model.sharding.synchronizes
         host = model.host
         sees = host is None or (host.defers and host.shows_update)
         sees = sees and not self._accumulates
@@ -346,7 +318,7 @@ class StepProof:
         model = self._model
         assert model is not None
         model.module.__dict__.pop("on_train_batch_end", None)
-        which, is_later = self._which, self._is_later
+        which, is_later, is_whole = self._which, self._is_later, not self._by_blocks
         try:
             with fork_all_rng(self._device):
                 verdict = self._compare(model)
@@ -355,7 +327,7 @@ class StepProof:
         if isinstance(verdict, VerificationError):
             self.close()
             raise verdict
-        self._choose_next()
+        self._choose_next(verdict.seconds if isinstance(verdict, TooLongError) else 0.0)
         if isinstance(verdict, CannotProveError):
             self.outcome = f"{which} {NOT_PROVED}: {verdict}."
             self._note(f"not proved: {verdict}")
@@ -363,15 +335,15 @@ class StepProof:
             if dist.get_rank() == 0 and not self._is_told:
                 _logger.warning(self.outcome)
             self._is_told = is_later and self._cadence.share is not None
-        elif not self.outcome or is_later:
+        elif is_whole and (is_later or not self.outcome):
             self.outcome = self.outcome or "equal"
             self._note("equal")
             rank_zero_info(f"{which} on {model.mesh.sizes} equals that of one process.")
         self._is_later = True
 
-    def _choose_next(self) -> None:
+    def _choose_next(self, forecast: float) -> None:
         cadence = self._cadence
-        cadence.end(self._step)
+        cadence.end(self._step, forecast)
         if cadence.share is not None:
             cadence.next = from_first(cadence.next)
         if cadence.next is None:
@@ -401,28 +373,17 @@ class StepProof:
 
     def _compare(self, model: ParallelModel) -> CannotProveError | VerificationError | None:
         """Return the error of a step that differs, or why that is not known; None: it is equal."""
+        assert self._plugin is not None
+        assert self._given is not None
+        step, judge = self._taken(model, self._given, self._plugin), self._make_judge(model)
+        if self._by_blocks:
+            return self._compare_by_blocks(step, judge)
         model.sharding.release()
         if not self._is_later:  # of which only the parameters right after the update are compared
             self._noted.state = gather_state(model)
-        assert self._plugin is not None
-        assert self._given is not None
-        judge = None
-        if isinstance(self._skeleton, Skeleton):
-            judge = Judge(
-                skeleton=self._skeleton,
-                model=model,
-                options=self._options,
-                plugin=self._plugin,
-                device=self._device,
-                given=self._given,
-                noted=self._noted,
-            )
         verdict = agree(lambda: judge.judge())  # type: ignore[union-attr]
         if judge is not None and judge.notes:
-            self.outcome = f"{self._which} is proved in part: {'; '.join(judge.notes)}."
-            self._note(f"in part: {'; '.join(judge.notes)}")
-            rank_zero_info(self.outcome)
-        step = self._taken(model, self._given, self._plugin)
+            self._note_part("; ".join(judge.notes))
         if verdict == REHEARSE:
             step = step.rehearsal(gather_state(model) if self._is_later else self._noted.state)
             if not step.can_repeat:
@@ -440,6 +401,48 @@ class StepProof:
             self._look_at_data(judge)
         assert verdict is None or isinstance(verdict, CannotProveError)
         return verdict
+
+    def _compare_by_blocks(
+        self, step: MeshStep, judge: Judge | None
+    ) -> CannotProveError | VerificationError | None:
+        """Do as `_compare`, with a model that is too large to be whole on rank 0."""
+        if reason := from_first(self._follow(step.model.module)):
+            return CannotProveError(reason.removesuffix("."))
+        step = step.rehearsal({})
+        is_paid = self._is_later or self._cadence.share is None
+        verdict = compare_by_blocks(step, judge, *([] if is_paid else [_LONGEST]))
+        if isinstance(verdict, Differs):
+            if compare_by_blocks(step, judge) is None:
+                text = from_first(None if judge is None else passing_fault(judge))
+                return VerificationError("LP807", text)
+            return VerificationError("LP801", verdict.text)
+        if verdict is None:
+            self._note_part(
+                f"loss and gradients of one batch, by blocks and without dropout, as "
+                f"{self._by_blocks}; neither hooks nor the update"
+            )
+        return verdict
+
+    def _note_part(self, notes: str) -> None:
+        self.outcome = f"{self._which} is proved in part: {notes}."
+        self._note(f"in part: {notes}")
+        rank_zero_info(self.outcome)
+
+    def _make_judge(self, model: ParallelModel) -> Judge | None:
+        """Return what compares, on rank 0."""
+        if not isinstance(self._skeleton, Skeleton):
+            return None
+        assert self._plugin is not None
+        assert self._given is not None
+        return Judge(
+            skeleton=self._skeleton,
+            model=model,
+            options=self._options,
+            plugin=self._plugin,
+            device=self._device,
+            given=self._given,
+            noted=self._noted,
+        )
 
     def _taken(self, model: ParallelModel, given: GivenStep, plugin: Precision) -> MeshStep:
         """Return what the mesh needs to take the step again."""
@@ -470,28 +473,7 @@ class StepProof:
             _logger.warning(odd)
 
 
-def reason_of_run(skeleton: Skeleton | str | None, module: pl.LightningModule) -> str:
-    """Return why nothing of a run can be proved, as rank 0 knows it; empty: it can.
-
-    Args:
-        skeleton: From `take_skeleton`.
-        module: The user's LightningModule.
-    """
-    if isinstance(skeleton, str) and skeleton:
-        return skeleton
-    callbacks: Any = getattr(module.trainer, "callbacks", ())
-    if any(map(_tunes, callbacks)):
-        return "a tuner has changed the run since it was set up."
-    return ""
-
-
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it holds more than the zeros that some (LBFGS) write before their first closure."""
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
     return any(isinstance(v, Tensor) or bool(v) for state in states for v in state.values())
-
-
-def _tunes(callback: Callback) -> bool:
-    """Whether a callback looks for a learning rate or a batch size; the finder has one inside."""
-    inside = type(callback).__module__.startswith("lightning.pytorch.tuner.")
-    return inside or isinstance(callback, LearningRateFinder | BatchSizeFinder)

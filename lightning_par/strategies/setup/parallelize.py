@@ -46,8 +46,8 @@ from lightning_par.strategies.hooks.outer_forward import wrap_outer_forwards
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.proof.evaluation_proof import EvaluationProof
-from lightning_par.strategies.proof.skeleton import Skeleton
-from lightning_par.strategies.proof.step_proof import StepProof, take_skeleton
+from lightning_par.strategies.proof.skeleton import Skeleton, take_skeleton
+from lightning_par.strategies.proof.step_proof import StepProof
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.start import RunStart

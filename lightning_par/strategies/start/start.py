@@ -29,7 +29,8 @@ from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.evaluation_proof import EvaluationProof
 from lightning_par.strategies.proof.silence import silent
-from lightning_par.strategies.proof.step_proof import LARGEST, StepProof
+from lightning_par.strategies.proof.skeleton import LARGEST
+from lightning_par.strategies.proof.step_proof import StepProof
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
