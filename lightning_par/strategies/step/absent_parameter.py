@@ -39,6 +39,8 @@ _OURS = Path(__file__).resolve().parents[2]
 _FRAMEWORKS = (*(str(Path(p.__file__ or "").parent) for p in (torch, lightning)), str(_OURS))
 _LIBRARY = sysconfig.get_path("stdlib")
 _PROPERTIES = "device dtype layout shape ndim grad requires_grad is_leaf is_meta is_cuda is_cpu"
+# `__torch_function__` is handed a property as the `__get__` of its descriptor, a method as the
+# function itself.
 _TELLS = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
@@ -117,6 +119,7 @@ class AbsentParameter(Tensor):
     refusals: Refusals
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # torch's own repr formats values, and would be refused as a read of them.
         return f"AbsentParameter({self.fqn})"
 
     @classmethod
@@ -140,6 +143,7 @@ class AbsentParameter(Tensor):
                 "trainer.strategy.full_parameter(name).",
             )
         text = _refusal(absent.fqn)
+        # The first read is the cause; later ones may only meet the ones that stood in for it.
         absent.refusals.text = absent.refusals.text or text
         with plain_functions():
             plain = tree_map(_plain, (args, kwargs))
@@ -161,6 +165,7 @@ def absent_parameter(about: About, device: torch.device, refusals: Refusals) -> 
         device: Device of this rank.
         refusals: Where reads of it are written down.
     """
+    # One element with stride 0 in every dim: the shape of the parameter without its memory.
     value = torch.zeros((), dtype=about.dtype, device=device).expand(about.shape)
     made = make_subclass(AbsentParameter, value, False)
     made.fqn, made.refusals = about.name, refusals
@@ -179,6 +184,8 @@ class AbsentPart:
         self._parameters_below, self._make = parameters, make
 
     def __getattr__(self, name: str) -> Any:
+        # `copy`, `pickle` and `hasattr` probe names such as `__deepcopy__`, which have to be
+        # absent.
         if name.startswith("_"):
             raise AttributeError(name)
         about = self._parameters_below.get(name)

@@ -53,8 +53,12 @@ def check_batch_statistics(module: nn.Module, mesh: ParallelMesh, microbatches: 
     if replicas == 1 and microbatches == 1:
         return
     layers = training_batchnorms(module)
+    # Synchronized statistics join ranks that run at the same time. Micro-batches run one after
+    # the other: the first is normalized before the last is known, so that nothing helps there.
     if microbatches == 1:
         layers = [name for name in layers if not _is_synchronized(module.get_submodule(name))]
+    # A stage sees its own layers only, and a stage that raised alone would leave the others
+    # waiting for its activations: so all of them learn every name first.
     if mesh.sizes.pipeline > 1:
         boxes: list[Any] = [None] * mesh.sizes.pipeline
         dist.all_gather_object(boxes, layers, group=mesh.group("pp"))
@@ -126,9 +130,12 @@ def _normalize(layer: BatchNorm, group: Any, x: Tensor) -> Tensor:
         return F.batch_norm(
             x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps
         )
+    # x: [B, C, ...]; statistics are over all dims but C.
     dims = [dim for dim in range(x.ndim) if dim != 1]
     shape = [1, -1, *[1] * (x.ndim - 2)]
+    # Squares of float16 overflow above 256, and sums in bfloat16 keep 8 bits.
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    # The count is summed with the values: replicas may have unequal numbers of samples.
     count = wide.new_tensor([float(x.numel() // x.shape[1])])
     sums = torch.cat([wide.sum(dims), count])
     sums = apply_function(_SumOverGroup, sums, group)
@@ -137,6 +144,7 @@ def _normalize(layer: BatchNorm, group: Any, x: Tensor) -> Tensor:
     # A second pass over the deviations loses no digits where the mean is large.
     squares = apply_function(_SumOverGroup, (wide - mean.view(shape)).square().sum(dims), group)
     variance = squares / total
+    # As F.batch_norm does: it normalizes by the biased variance, and keeps the unbiased one.
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
         _track(layer, mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
     out = (wide - mean.view(shape)) * (variance + layer.eps).rsqrt().view(shape)
@@ -152,6 +160,7 @@ def _track(layer: BatchNorm, mean: Tensor, variance: Tensor) -> None:
     factor = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
+        # momentum=None is torch's cumulative average: every batch so far weighs the same.
         if factor is None:
             factor = 1.0 / float(layer.num_batches_tracked)
     factor = 0.0 if factor is None else factor
@@ -169,4 +178,6 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # The losses of all ranks depend on the sum, so that d(their sum)/dx is the sum of the
+        # gradients. Through `apply_function`, to be differentiated twice for a gradient penalty.
         return apply_function(_SumOverGroup, grad, ctx.group), None

@@ -55,6 +55,8 @@ def weighted_mean(
     """
     sums = torch.stack([weigh(values, weights).sum(), weights.sum()])
     if group is not None:
+        # Values of weight 0 were masked by `weigh` before: a NaN of one rank would reach all of
+        # them.
         dist.all_reduce(sums, group=group)
     return sums[0] / sums[1], sums[1]
 
@@ -174,6 +176,7 @@ def declared_rule(layout: BatchLayout) -> LossRule:
 
 
 def _samples(batch: Any, samples: int) -> Tensor:
+    # float32 counts exactly up to 2**24 only, which the tokens of a global batch may exceed.
     return torch.tensor(float(samples), dtype=torch.float64)
 
 
@@ -233,6 +236,7 @@ def count_entries(path: str, value: int, shift: int, batch: Any, samples: int) -
 def sum_of_class_weights(path: str, weight: Tensor, batch: Any, samples: int) -> Tensor:
     """Weigh a part of a batch by the weights [classes] of its labels at `path`."""
     labels: Tensor = batch_entry(batch, path) if path else batch
+    # Labels outside of the classes are an ignore_index, such as -100, and weigh nothing.
     counts = (labels >= 0) & (labels < len(weight))
     return weight.to(labels.device)[labels[counts]].sum(dtype=torch.float64)
 
@@ -274,6 +278,7 @@ class BatchWeigher:
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
         """Inside, context ranks see whole sequences, each the same."""
+        # Each of the ranks sees all tokens: a sum over them would count every label `cp` times.
         group, self._context_group = self._context_group, None
         try:
             yield
@@ -295,6 +300,7 @@ class BatchWeigher:
             return ()
         present = [rule for rule in rules if not rule.path or has_entry(batch, rule.path)]
         differ = not all(rule.is_uniform(batch) for rule in present)
+        # Per sample: batches of unequal size would differ under any rule.
         weights = (float(rule.weigh(batch, samples)) / max(samples, 1) for rule in rules)
         return float(differ), *weights
 
@@ -310,6 +316,7 @@ class BatchWeigher:
         if self._replicas == 1 or not compared:
             return bool(compared) and compared[0] > 0
         differ, *weights = compared
+        # One MAX gives both ends: the largest as it is, and the smallest by its negative.
         ends = torch.tensor([differ, *weights, *(-w for w in weights)], dtype=torch.float64)
         # On the host, which has to know it.
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._data_group)
@@ -344,6 +351,7 @@ class BatchWeigher:
             replica = counts.clone()
             dist.all_reduce(replica, group=self._context_group)
         total = replica.sum()
+        # Both sums in one message, as its latency is what it costs.
         if self._replicas > 1:
             own = 0.0 if self.fills else float(sum(samples))
             sums = torch.stack([total, torch.full_like(total, own)])
@@ -352,9 +360,14 @@ class BatchWeigher:
         if self.rule.counts_all or self.fills:
             zero = frozenset(range(len(samples)) if self.fills else ())
         elif zero is None:
+            # The host waits for the device here; callers that have counted on the host spare it.
             zero = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
+        # If nothing in the global batch counts, all weights are 0, and not NaN.
         valid = torch.where(total > 0, total, 1)
+        # FSDP takes the mean over these ranks, which the factor `ranks` undoes:
+        # mean(ranks * c_r / total * loss_r) = sum(c_r * loss_r) / total.
         scales = counts * self._ranks / valid
+        # The losses of a sum count whole; here, too, only the mean over the ranks is undone.
         added = torch.full_like(scales, 0.0 if self.fills else float(self._ranks))
         return BatchWeights(
             scales=tuple((added if self.rule.is_sum else scales).unbind()),

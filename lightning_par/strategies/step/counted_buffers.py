@@ -121,6 +121,7 @@ class CountedBuffers:
         changed = {name: change for name, change in found.items() if change is not None}
         every: list[Any] = [None] * self._mesh.sizes.world_size
         stage = self._mesh.place["pp"]
+        # Over the world: a buffer may be on one stage only, and all ranks have to decide alike.
         dist.all_gather_object(every, (bool(ends), stage, changed))
         if not all(is_seen for is_seen, _, _ in every):
             return
@@ -143,6 +144,8 @@ class CountedBuffers:
             elif self._mesh.sizes.data > 1:
                 added.append(name)
         self._refuse_any(told, divides)
+        # `told` may differ by replica, but is empty everywhere after the refusal above. So
+        # `added` is the same on all ranks, and all of them enter `again`, which communicates.
         if added:
             parts = [*ends, *again()]
             others = [n for n in added if n in changed and not _adds_again(n, before, parts)]
@@ -233,6 +236,8 @@ class CountedBuffers:
                         "replicas join. Give it its largest shape from the start.",
                     )
                 added = torch.zeros_like(value) if fills else _change(value, buffer)
+                # What was there before is the same on every replica: only what the step added is
+                # summed.
                 buffer.copy_(value + all_reduce(added, self._mesh.data_group))
 
 
@@ -296,6 +301,8 @@ class StageBuffers:
             yield
         finally:
             for name, buffer in held.items():
+                # The module gets back the tensor that it held, as others may hold the same one,
+                # with the value that the last micro-batch left.
                 with torch.no_grad():
                     buffer.copy_(self._module.get_buffer(name))
                 put_buffers(self._module, {name: buffer})
@@ -412,6 +419,7 @@ def _change_of(before: Tensor | None, ends: Sequence[Tensor | None]) -> _Change 
     whole, *parts = [_change(_wide(start), _wide(end)) for end in ends]  # type: ignore[arg-type]
     if not bool(whole.any()):
         return None
+    # Weighted by place, so that two buffers whose entries are permuted do not look alike.
     places = torch.arange(1, whole.numel() + 1, dtype=whole.dtype, device=whole.device)
     return _Change(
         is_once=bool(parts) and _is_near(parts[0], whole),

@@ -82,6 +82,8 @@ class GradientNorms:
         **Communicates**: one all-reduce of two numbers for each parameter, over all ranks.
         """
         place = {name: number for number, name in enumerate(self._names)}
+        # [2, parameters]: powers of norms, and whether any rank holds a gradient. One tensor, so
+        # that one all-reduce does for both.
         found = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
@@ -107,6 +109,7 @@ class GradientNorms:
         pipelined = self._stages > 1
         self._drawn = self._draws() if pipelined else []
         self._calls = 0
+        # By id: a hook hands over gradients, whose parameters are found by identity only.
         self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
         with ExitStack() as stack:
             if pipelined and name not in self._quiet:
@@ -124,6 +127,8 @@ class GradientNorms:
                     raise
                 raise told from error
         self._refuse_draws(name)
+        # Answers a stage that still asks for a norm: without this last message it would wait for
+        # ever for a stage whose hook has ended.
         if pipelined and name not in self._quiet:
             kinds, _ = self._exchange(_END)
             if any(kind != _END for kind in kinds):
@@ -202,6 +207,7 @@ class GradientNorms:
                 "module, of which a mesh knows nothing.",
             )
         start = f"{prefix}." if prefix else ""
+        # Names are those below the module that was asked for, as Lightning's function gives them.
         found = {
             name.removeprefix(start): norm
             for name, norm in self.of_parameters(norm_type).items()
@@ -228,6 +234,7 @@ class GradientNorms:
         kind = self._kind(grads, owners)
         if self._stages > 1:
             is_one = kind == _PART and len(grads) == 1  # no other stage has a part of it
+            # The norm of one gradient is whole where its shards are: no other stage takes part.
             if is_one and self.pause_view is None:
                 norm = whole(torch.linalg.vector_norm(grads[0], norm_type))
                 return norm.to(grads[0].dtype)
@@ -247,8 +254,10 @@ class GradientNorms:
         """Return what this rank adds to the sum of powers of all entries, or to their maximum."""
         local = local_part(grad)
         counts = is_counted_here(grad) and owner not in self._elsewhere
+        # A tensor of the user's is the same on every rank, and the sum is over all ranks.
         if owner is None and not isinstance(grad, DTensor):
             counts = self._mesh.rank == 0
+        # In float32 at least, and float64 from there on: the squares of float16 overflow at 256.
         norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).real.double()
         power = norm if norm_type == float("inf") else norm**norm_type
         counted: Tensor = power if counts else power * 0
@@ -256,6 +265,7 @@ class GradientNorms:
 
     def _reduce(self, values: Tensor, norm_type: float) -> Tensor:
         largest = norm_type == float("inf")
+        # Over all ranks, whether they hold the parameter or not: nobody has to know who does.
         dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return values
 
@@ -283,6 +293,8 @@ class GradientNorms:
 
     def _agree(self, kind: int, asked: Sequence[Tensor]) -> None:
         """Refuse a norm that stages ask for with parts that do not belong together."""
+        # The names travel with the kind: stages in a whole view may ask for any part, if it is
+        # the same part everywhere.
         kinds, every = self._exchange(kind, self._checksum(asked))
         if _END in kinds:
             self._refuse("the stages do not ask for the same number of norms")

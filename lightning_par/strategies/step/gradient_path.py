@@ -184,7 +184,8 @@ class GradientPath:
 
     def _connect(self) -> None:
         if self._scaler is not None:
-            # The scaler divides the gradients on the host, too, by a factor of their update.
+            # The scaler divides the gradients on the host, too, by a factor of their update. Either
+            # setter connects both, as host and scaler become known in any order.
             host = self._host
             self._scaler.offloaded_gradients = None if host is None else host.offloaded_gradients
         self.actions = tuple(self._list_actions())
@@ -209,6 +210,8 @@ class GradientPath:
         if self._scaler is not None:
             name = "divide by the loss scale; on overflow leave the step out"
             yield action(name, Phase.UNSCALE, None)
+        # With a scaler a gradient that is not finite is an overflow of the scaled loss, no error:
+        # the scaler leaves the step out and lowers its factor.
         judges = self._on_nonfinite != "ignore" and self._scaler is None
         yield action("norm over all ranks", Phase.STEP if judges else Phase.CLIP, self._find_norm)
         if judges:
@@ -235,6 +238,8 @@ class GradientPath:
         absent = self._sharding.absent
         assert absent is not None
         has_norm = self._on_nonfinite != "ignore" and self._scaler is None and self._host is None
+        # `_refuse` waits for the norm anyway, and the number of absent gradients can come with
+        # it: then nobody has to wait for the device here. Code that sees gradients first cannot.
         waits = has_norm and self._module.automatic_optimization and not absent.are_usual
         if not waits or self._sees_gradients:
             absent.agree()
@@ -274,6 +279,7 @@ class GradientPath:
         if self._on_nonfinite != "ignore":
             loss = loss.detach()
             if has_valid_labels is not None:
+                # torch.where, as NaN * 0 is NaN; on the device, without asking what the flag is.
                 loss = torch.where(has_valid_labels.to(loss.device), loss, 0)
             self._loss = loss if self._loss is None else self._loss + loss
 
@@ -307,6 +313,8 @@ class GradientPath:
         """
         if self._host is not None and self._host.keeps_gradients:
             return
+        # Until the last of accumulated batches, gradients are this rank's own sums. A reduction
+        # now would be reduced once more, with what the later batches add.
         if self._sharding.synchronizes:
             self._walk(Phase.BACKWARD, _Passage(loss=self._marked(self._loss)))
 
@@ -383,10 +391,12 @@ class GradientPath:
         # The one wait for the device in a step; from here on the norm is on the host.
         norm, count = torch.stack([passage.norm, self._absent.to(passage.norm)]).cpu()
         passage.norm = norm
+        # Summed over all ranks, so that all of them enter this collective, or none.
         if self._sharding.absent is not None and int(count):
             self._sharding.absent.agree()
         if bool(norm.isfinite()):
             return
+        # The norm is the same on every rank, so that all of them reach this collective.
         if self.form is not None and self.form.settle():
             passage.loss = passage.unmarked
             norm = passage.norm = self._total_norm(passage).cpu()
@@ -402,6 +412,7 @@ class GradientPath:
                 f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "
                 "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them.",
             )
+        # torch's optimizers pass over parameters without a gradient: weights and states stay.
         for parameter in passage.parameters:
             parameter.grad = None
         if self._host is not None:

@@ -42,6 +42,7 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
         if not queue:
             return
         node: Any = queue.popleft()
+        # No graph behind this input, as behind a constant: it is part of the form, too.
         if node is None:
             yield None
             continue
@@ -49,6 +50,7 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
         yield name
         if name == "MulBackward0" and reads_factors:
             yield any(_is_zero(_saved(node, factor)) for factor in ("self", "other"))
+        # torch.add(loss, term, alpha=weight): a weight of 0 that a schedule raises later.
         elif name in ("AddBackward0", "SubBackward0"):
             yield _saved(node, "alpha") == 0
         elif name == "MeanBackward0":
@@ -91,11 +93,13 @@ class FormWatch:
 
     def see(self, loss: Tensor, samples: int) -> None:
         """Note the form of a loss of this rank."""
+        # Forms that follow the data never settle; each new one costs a look at the step.
         if not self.watches or len(self._known) > _FORMS or loss.grad_fn is None:
             return
         form = form_of(loss, samples, reads_factors=self.reads_factors)
         if form in self._known:
             return
+        # The first form is the one that the first look has seen.
         self.is_new = bool(self._known)
         self._known.add(form)
 
@@ -116,6 +120,7 @@ class FormWatch:
 
         **Communicates**: one all-reduce of a number over all ranks; then what `again` does.
         """
+        # Every rank votes, as only those that met the new form know of it.
         found = torch.tensor(float(self.is_new), device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self.is_new = False

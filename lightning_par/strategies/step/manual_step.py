@@ -60,6 +60,8 @@ class ManualSteps:
         hooks = self._norms.in_hooks("training_step", self._module.trainer.optimizers)
         with ExitStack() as stack:
             stack.enter_context(hooks)
+            # On the class, as any tensor may be the loss. `manual_backward` ends here as well,
+            # which `_in_backward` tells apart.
             stack.callback(_replace_in(Tensor, "backward", self._refusing(Tensor.backward)))
             yield
 
@@ -106,14 +108,20 @@ class ManualSteps:
             return loss.detach()
 
         with ExitStack() as stack:
+            # `manual_backward` calls the strategy's backward, whatever the precision plugin is.
             stack.callback(_replace(trainer.strategy, "backward", note))
+            # The user calls `step` of Lightning's wrapper or of the optimizer itself: both are
+            # replaced.
             for optimizer in (*trainer.optimizers, *wrapped):
                 stack.callback(_replace(optimizer, "step", _only_closure))
+            # A step may set a learning rate by hand; parameters are the same objects, and stay.
             for optimizer in trainer.optimizers:
                 for group in optimizer.param_groups:
                     stack.callback(group.update, {k: v for k, v in group.items() if k != "params"})
             for config in trainer.lr_scheduler_configs:
                 stack.callback(_replace(config.scheduler, "step", lambda *_, **__: None))
+            # `in_step` has to work although no `Step` runs: norms of the look are over all ranks,
+            # too.
             self._is_looking = True
             try:
                 yield losses

@@ -54,6 +54,7 @@ def bind_metrics(
             continue  # it is right as it is; one that holds a group could not be copied
         if metric.process_group is None:
             metric.process_group = mesh.token_group
+        # Once for a metric: a second fit binds anew, and would broadcast twice.
         if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
             metric.__dict__["_lightning_par_compute"] = metric.compute
             source = mesh.rank_at("pp", rank_of_stage[-1])
@@ -71,6 +72,8 @@ def _shared_compute(
         # Inside a step only the last stage gets here, so that nobody would answer it.
         if not in_step():
             state = None
+            # By `metric_state`, and not `state_dict`, which leaves out states that are not
+            # persistent.
             if mesh.rank == source:
                 values = {name: to_cpu(getattr(metric, name)) for name in metric.metric_state}
                 state = (values, metric.update_count)
@@ -79,6 +82,7 @@ def _shared_compute(
                 set_update_count(metric, count)
                 for name, value in values.items():
                     setattr(metric, name, map_tensors(value, lambda t: t.to(metric.device)))
+        # Reduces over `process_group`, on every stage with the states of the last one.
         return original(*args, **kwargs)
 
     return compute
@@ -148,6 +152,8 @@ class MetricsOfBatch:
         own = [key for key, copied in self._copies.items() if copied.update_called]
         every: list[Any] = [None] * group.size()
         dist.all_gather_object(every, [self._metrics[key][0] for key in own], group=group)
+        # Replicas may update other metrics, as one whose batch has no sample of a class. A metric
+        # that reduces on some of them only would hang.
         shared = set(every[0]).intersection(*every[1:])
         self._copies = {k: self._copies[k] for k in own if self._metrics[k][0] in shared}
         for copied in self._copies.values():
@@ -178,6 +184,7 @@ class MetricsOfBatch:
             if not self._calls:
                 self._update(metric, args, kwargs)
 
+        # `Metric.__init__` keeps its wrapped `update` in the instance, so it is replaced there.
         metric.__dict__["update"] = update
         try:
             yield
@@ -206,6 +213,8 @@ class MetricsOfBatch:
         copied: Metric = copy.deepcopy(metric, known)  # type: ignore[assignment]
         copied.reset()
         for part in copied.modules():
+            # `Metric.compute` reduces where this function says that ranks are there. Only a
+            # metric that is reduced in every step has a value of all replicas for one step.
             if isinstance(part, Metric) and (self._looks or not part.dist_sync_on_step):
                 part.distributed_available_fn = lambda: False
         return copied
@@ -260,6 +269,7 @@ def compare_metrics(
         parts: FQN -> value for its parts together.
         tolerance: Of roundings, relative.
     """
+    # As numbers near 0: what is absolute is a hundredth of what is relative.
     kinds, nothing = {}, tolerance / 100  # as `compare_parts` has it
     for name in whole.keys() & parts.keys():
         values, others = (

@@ -412,6 +412,7 @@ class _Watched(dict[str, Any]):
     ) -> None:
         super().__init__(held)
         self._reads, self._absent, self._block, self._buffers = reads, absent, block, buffers
+        # As FSDP puts other tensors in these places while it has gathered them.
         self._shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
 
     def __reduce__(self) -> Any:

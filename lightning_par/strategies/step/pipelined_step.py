@@ -463,6 +463,7 @@ class PipelinedSteps:
         factor: Tensor | None,
     ) -> Tensor:
         """Return a loss whose backward puts the computed gradients in place."""
+        # Without a leaf that needs a gradient autograd would not call `ScheduledLoss.backward`.
         anchor = torch.zeros((), requires_grad=True, device=self.module.device)
         undo = 1 if factor is None else 1 / factor  # the plugin scales once more
         install = lambda g: put_gradients(parameters, computed, g * undo)  # noqa: E731

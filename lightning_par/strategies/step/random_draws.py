@@ -148,6 +148,7 @@ class WholeDraws(TorchFunctionMode):
         """Take what the last forward drew, for some samples or a part of them, as what every step
         draws. A rank with several stages takes those of the last one.
         """
+        # All samples: the reference. Some of them: compared with it, and what each step repeats.
         if self._rows.length == self._rows.size:
             self._all = max(self._draws, self._all, key=len)
         else:
@@ -170,12 +171,18 @@ class WholeDraws(TorchFunctionMode):
         """
         name, shape = func.__name__, tuple(shape)
         self.drew = self.drew or not is_dropout
+        # A draw for all samples is that of one process, and nothing has to be cut.
         rows = self._rows
+        # Recomputation runs blocks in another order than the forward, and each may be recomputed
+        # by itself: so its draws are found by name and shape, and not by their place.
         if self._replays:
             return self._replayed.get((name, shape))
         index = len(self._draws)
         cut = None
         if rows.length != rows.size:
+            # In the look a part is compared with the draw for all samples that has the same
+            # place. Later steps repeat the plan. A draw that it does not know, as in another
+            # branch of the step, is taken to hold the samples in dim 0 if its length fits.
             plan = self._plan if self._is_settled else self._all
             known = plan[index] if index < len(plan) else None
             if known is not None and (known.name, len(known.shape)) == (name, len(shape)):
@@ -183,6 +190,7 @@ class WholeDraws(TorchFunctionMode):
             elif shape and shape[0] == rows.length:
                 cut = _Cut(0, 1)
         tokens = self.tokens
+        # Sequence parallelism: activations are [B, T/tp, D].
         if tokens is not None and len(shape) > 1 and shape[1] == tokens.length:
             cut = replace(cut or _Cut(), tokens=tokens)
         self._draws.append(_Draw(name, shape, cut))
@@ -194,6 +202,7 @@ class WholeDraws(TorchFunctionMode):
         rows = self._rows
         pairs = enumerate(zip(known.shape, shape, strict=True))
         dims = [dim for dim, (whole, part) in pairs if whole != part]
+        # The same shape for all samples and for some: noise that all samples share.
         if not dims:
             return None
         (dim, *others) = dims
@@ -217,6 +226,7 @@ class WholeDraws(TorchFunctionMode):
         error = ConfigurationError("LP311", text)
         if self._is_settled:
             raise error
+        # The first refusal: later draws may follow from the one that could not be shared.
         self.refusal = self.refusal or error
 
     def begin_look(self) -> None:
@@ -245,6 +255,8 @@ class WholeDraws(TorchFunctionMode):
         if cut.dim is None:
             return drawn
         if rows.stride == 1:
+            # A whole micro-batch lies together; the samples of a replica have the others in
+            # between.
             return drawn.narrow(cut.dim, factor * rows.start, factor * rows.length)
         samples = rows.start + rows.stride * torch.arange(rows.length, device=drawn.device)
         return drawn.index_select(cut.dim, _entries(samples, factor))
@@ -254,6 +266,8 @@ class WholeDraws(TorchFunctionMode):
         if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
             return value
         rows, tokens = self._rows, cut.tokens
+        # What stands in for rows and tokens of others is any value of ours (hence the clamp): it
+        # only makes the call draw as many numbers as one process, and `own` drops its result.
         if tokens is not None:
             places = torch.arange(tokens.size, device=value.device) - tokens.start
             value = value.index_select(1, places.clamp(0, tokens.length - 1))
@@ -263,6 +277,7 @@ class WholeDraws(TorchFunctionMode):
         samples = samples.clamp(0, rows.length - 1)
         return value.index_select(cut.dim, _entries(samples, cut.factor))
 
+    # A generator of the user's is no part of the random state that `StepRandom` keeps.
     def note_generator(self, kwargs: Mapping[str, Any]) -> None:
         """Remember where a generator that is handed to a draw began."""
         generator = kwargs.get("generator")
@@ -287,6 +302,7 @@ def _empty_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     places = [order.index(dim) for dim in range(tensor.ndim)]
+    # Made in the order of the strides and permuted back: kernels fill memory from its start.
     return tensor.new_empty([shape[dim] for dim in order]).permute(places)
 
 
@@ -308,6 +324,7 @@ def _factory(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str,
         return _pointwise(mode, func, args, kwargs)
     device = kwargs.get("device")
     is_meta = device is not None and torch.device(device).type == "meta"
+    # A planner or a stage's shape run draws as well, so that later draws are the same ones.
     if is_meta:
         kwargs = {**kwargs, "device": mode._device}
     cut = mode.choose(func, shape)
@@ -316,6 +333,8 @@ def _factory(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str,
         rest = [v for v in args if not isinstance(v, list | tuple)]
         if func in (torch.rand, torch.randn):
             rest = []
+        # `own` gives a view with the strides of the whole draw; a plain call gives its own
+        # memory.
         drawn = mode.own(func(*rest, **{**kwargs, "size": sizes}), cut).contiguous()
     else:
         drawn = func(*args, **kwargs)
@@ -356,6 +375,7 @@ def _in_place(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str
     if cut is None:
         func(real, *rest, **kwargs)
         return tensor
+    # Probabilities or means may have one entry for each sample.
     rest = [mode.padded(value, shape, cut) for value in rest]
     kwargs = {name: mode.padded(value, shape, cut) for name, value in kwargs.items()}
     drawn = func(_empty_like(real, mode.whole(shape, cut)), *rest, **kwargs)
@@ -368,6 +388,7 @@ def _in_place(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str
 def _pointwise(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     mode.note_generator(kwargs)
     values = [*args, *kwargs.values()]
+    # Broadcasting: the largest operand has the shape of the result.
     tensor = max((v for v in values if isinstance(v, Tensor)), key=Tensor.numel)
     shape = tensor.shape
     cut = mode.choose(func, shape)
@@ -388,7 +409,10 @@ def _dropout(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str,
     if cut is None and not tensor.is_meta:
         return func(*args, **kwargs)
     shape = tensor.shape if cut is None else mode.whole(tensor.shape, cut)
+    # Dropout of ones is the mask, scaled by 1 / (1 - p). It is drawn for the whole batch, cut,
+    # and multiplied: so the gradient passes the product and no kernel of its own.
     ones = _empty_like(mode.real(tensor.detach()), shape).fill_(1)
+    # training=True: with rate > 0 the kernel draws.
     mask = func(ones, rate, True)
     if tensor.is_meta:
         return tensor.clone()
@@ -398,6 +422,7 @@ def _dropout(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str,
 
 def _attention(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call attention, whose dropout draws inside its kernel, for the given samples only."""
+    # dropout_p is the fifth argument of F.scaled_dot_product_attention.
     if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)) > 0:
         mode.is_opaque = True
     return func(*args, **kwargs)
@@ -432,6 +457,8 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
         _attention: (F.scaled_dot_product_attention,),
         _inseparable: (torch.poisson, torch.binomial),
     }
+    # torch.rand and Tensor.normal_ arrive under the function that the user called, before any
+    # composite operation is taken apart: so each spelling has its own row.
     return {func: handler for handler, funcs in named.items() for func in funcs}
 
 

@@ -55,6 +55,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for key, entry in entries:
             yield from _numbers(entry, f"{name}[{key!r}]")
     elif isinstance(value, Tensor):
+        # A flag is neither a count nor a mean; parts of a batch agree on it or are listed.
         if value.ndim == 0 and not value.is_complex() and value.dtype != torch.bool:
             yield name, value
     elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -71,6 +72,7 @@ def counts_in(result: Mapping[Any, Any]) -> Iterator[str]:
         value = call.value
         is_tensor = isinstance(value, Tensor)
         is_whole = not value.is_floating_point() if is_tensor else isinstance(value, int)
+        # An integer 0 is the same as a sum and as a mean.
         if is_whole and (is_tensor or value):  # to ask another device would have to wait for it
             yield call.name
 
@@ -124,10 +126,12 @@ def left_numbers(
     """
 
     def is_told(name: str) -> bool:
+        # ends[0] is after the whole, the others after its parts, one after the other.
         values, start = [end.get(name) for end in ends], before.get(name)
         if None in values or all(value == start for value in values):
             return False
         first, last = cast(float, values[0]), cast(float, values[-1])
+        # A running sum grows by as much over the parts as it did by the whole.
         return start is None or len(ends) == 1 or not math.isclose(last - first, first - start)
 
     return [
@@ -165,6 +169,7 @@ def merge_left(
         name, value = call.name.removeprefix(start), float(call.value)
         of_parts = [end[name] for end in ends if name in end]
         found[name] = value
+        # A counter stays an integer: a mean of its values would be none.
         if isinstance(of_parts[-1], int):
             found[name] = round(value) if call.name in weights.sums else of_parts[-1]
     return found
@@ -193,6 +198,7 @@ def merge_results(
         if isinstance(first, Tensor):
             return total.to(first.device, first.dtype)
         return type(first)(float(total))
+    # The keys of the first: a step returns the same ones for every part of a batch.
     if isinstance(first, Mapping):
         return {
             key: merge_results([r[key] for r in results], weights, totals, f"{name}[{key!r}]")
@@ -203,6 +209,7 @@ def merge_results(
             merge_results(list(part), weights, totals, f"{name}[{index!r}]")
             for index, part in enumerate(zip(*results, strict=True))
         ]
+        # A namedtuple takes its fields one by one, a tuple as one iterable.
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
     if isinstance(first, list):
         return [item for result in results for item in result]
@@ -210,11 +217,13 @@ def merge_results(
         return torch.cat(list(results)) if first.ndim else _mean(results, weights)
     if isinstance(first, float):
         return float(_mean([torch.tensor(r) for r in results], weights))
+    # Without a rule for their kind, all values are given rather than one of them.
     return first if all(result == first for result in results) else list(results)
 
 
 def _mean(values: Sequence[Tensor], weights: Tensor) -> Tensor:
     stacked = torch.stack([v.detach() for v in values])
+    # Integers and flags have no weighted mean of their own dtype.
     if not stacked.is_floating_point():
         return stacked.float().mean()
     mean, total = weighted_mean(stacked, weights.to(stacked.device))

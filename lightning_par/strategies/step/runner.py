@@ -228,6 +228,7 @@ class StepRunner:
 
         **Communicates**: the actions of every stage, over the ``pp`` axis.
         """
+        # No pipeline has no timeline; callers ask on every layout.
         return [] if self.pipeline is None else self.pipeline.timeline()
 
     def prepare_loader(self, dataloader: object) -> object:
@@ -236,6 +237,7 @@ class StepRunner:
         Raises:
             ConfigurationError: Its batches are smaller than the number of micro-batches.
         """
+        # Before the loader is replaced: the sampler of a replica hides the user's batch size.
         self.dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
@@ -259,6 +261,7 @@ class StepRunner:
 
         **Communicates**: the batch, from the first rank of the replica to the others.
         """
+        # Each replica takes its own samples first, so that only those are moved to the device.
         if self._has_replicas:
             given = self._take_share(given, *rest[1:2])
         copied = given if self._copies is None else self._copies.copy(given)
@@ -268,6 +271,9 @@ class StepRunner:
         if self._graphs:  # else every block is a step to torch, which reuses its output
             torch.compiler.cudagraph_mark_step_begin()
         self._activity.begin("broadcast of the batch")
+        # The whole batch is sent, also what the loader of another rank gave differently: within a
+        # replica all ranks have to see the same samples, or their shards of one matmul do not
+        # match.
         if self._device.type == "cpu":  # which needs not be waited for
             batch = self._broadcast.broadcast(batch)
         else:
@@ -311,17 +317,22 @@ class StepRunner:
         """
         trainer, context = self.module.trainer, plugin.train_step_context
         self._activity.begin("training_step")
+        # While sequences are whole: afterwards attention is that of context ranks.
         if self.sequence is not None:
             self.looks.before_batch(context, args)
         self._activity.step, self.random = trainer.global_step, self._training
         if self._equal is not None and trainer.global_step >= self._equal.next:
             self._equal.advance(trainer.global_step)
+        # Not global_step: several accumulated batches share one, and each has to draw anew.
         key = "training_step", trainer.fit_loop.total_batch_idx
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
         zero = None if known is None else known.zero
+        # A step that raises must not leave attention, logs or buffers in the state of a step.
         with ExitStack() as opened:  # closes what is open if the step raises
             args = self._open(args, opened)
             dims = self.dims_of(args[0])
+            # The same on every replica, as each micro-batch has collectives of FSDP in its
+            # backward: `most` is the number of samples of the smallest replica.
             count = min(self.count, dims.size or 1, self.most)
             samples, self.begun = dims.size or 1, (context, args, dims, count)
             if not self.looks.is_over:
@@ -334,14 +345,18 @@ class StepRunner:
                 if self.counts.names:
                     fills = self.weigher.fills
                     opened.enter_context(self.counts.summed("training_step", fills=fills))
+                # Inside of `random`, which has to see the states that all stages agree on.
                 with random, self.reads.agreed():
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self.random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=valid)
+            # One replica without context parallelism is its own mean: its loss is left as it is.
             weigher, weighs = self.weigher, self.weigher.is_needed
             weights = weigher.weigh([args[0]], [samples], zero) if weighs else None
             if weigher.fills:
                 opened.enter_context(counting_nowhere(self.module, trains=True))
+            # Its backward still has to run, as others wait in the collectives of FSDP, but what
+            # it computes may be NaN; see Note [Zero-weight loss].
             if is_zero_weight := weights is not None and bool(weights.zero):
                 opened.enter_context(self.sharding.zero_weight.prepared())
             step = Step(
@@ -352,10 +367,13 @@ class StepRunner:
             with adjust_logs(self.module, weights, samples), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
             if not self.manual.is_used and self._skipped.is_skipped(output):
+                # No backward comes that would free what FSDP has gathered in the forward.
                 self.sharding.release()
                 return torch.zeros((), device=self._device, requires_grad=True), Step(skips=True)
             if self.form.has_to_stay and not self.manual.is_used and output is not None:
                 self.form.see(loss_of(output), samples)
+            # What is open stays open until the backward is over: recomputation runs the forward
+            # again, and needs the same attention, weights and sequences.
             step.opened = opened.pop_all()
             return output, step
 
@@ -371,6 +389,7 @@ class StepRunner:
             context: Precision plugin's context of the step.
             args: The batch, and what else the step takes.
         """
+        # Counted on every rank, also where the step is not run to its end: it seeds the draws.
         self.evaluations += 1
         self._activity.begin(name)
         key, predicts = (name, self.evaluations), name == "predict_step"
@@ -402,6 +421,7 @@ class StepRunner:
 
     def evaluated(self, step: Callable[[], Any]) -> Any:
         """Run an evaluation step from its beginning to its end, on a pipeline on every stage."""
+        # Stages take part in each other's calls of the model in the order in which they are made.
         if self.pipeline is None:
             return self.sharding.call(step)
         with self.pipeline.model_calls.one_by_one():
@@ -444,6 +464,7 @@ class StepRunner:
         """Surrounds the backward of a step, and closes it."""
         self._activity.begin("backward")
         self.reads.settle()
+        # In manual optimization FSDP has to reduce inside of the step, where the backward runs.
         try:
             # Under a pipeline the backward has run.
             with (
@@ -465,6 +486,8 @@ class StepRunner:
     def watch(self, optimizer: Optimizer) -> None:
         """Let a step that runs its own optimizers see what they have changed."""
         if self.manual.is_used:
+            # Weights change in the middle of a step: what the step wrote to whole tensors is kept
+            # before, and what FSDP has gathered of the old weights is dropped after.
             optimizer.register_step_pre_hook(lambda *_: self.reads.settle())
             optimizer.register_step_post_hook(lambda *_: self.sharding.after_update())
 
@@ -526,6 +549,8 @@ class StepRunner:
             try:
                 yield
             except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+                # Under a pipeline other stages are in the same schedule: in the first look the
+                # error is noted, and raised on all of them at its end.
                 refuse = None if self.pipeline is None else self.random.refuse
                 raise_explained(self.module, error, refuse)
             finally:

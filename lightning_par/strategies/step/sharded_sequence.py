@@ -50,6 +50,8 @@ class ShardedSequence:
         if not (self._is_checked or self._counted or self._plan.positions):
             assert self.shard.layout is not None
             self._counted = CountedPositions(self.shard.layout.local)
+            # Entered by hand, as it is left in `close`: forward and backward are two calls of
+            # Lightning.
             self._counted.__enter__()  # type: ignore[no-untyped-call]
         return [batch, *args[1:]]
 
@@ -62,6 +64,7 @@ class ShardedSequence:
 
         **Communicates**: one all-reduce of two numbers over the ``cp`` axis.
         """
+        # In float64: the means of context ranks are weighted by up to T tokens each.
         mean, _ = weighted_mean(value.double().to(weight.device), weight, self.shard.group)
         return mean.to(value.device, value.dtype)
 
@@ -89,6 +92,8 @@ class ShardedSequence:
         numbers = [self.shard.calls, self.shard.fills, counted is not None]
         seen = torch.tensor(numbers, dtype=torch.float64)
         seen = seen.to(self._mesh.device_type)
+        # Over the whole replica: a stage may hold no attention, and only the sum tells whether
+        # any rank has sharded one. All ranks raise alike.
         dist.all_reduce(seen, group=self._mesh.replica_group)
         calls, fills, counts = seen.tolist()
         degree = self._mesh.sizes.context

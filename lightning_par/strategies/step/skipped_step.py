@@ -40,6 +40,8 @@ class SkippedSteps:
     def __init__(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
         self._module, self._world = module, mesh.sizes.world_size
         self._shares = mesh.sizes.shares
+        # From the code, which is the same on every rank: whether ranks vote must not depend on
+        # what the step of one of them gave.
         self._asks = self._shares > 1 and may_skip(module)
 
     def is_skipped(self, output: Any) -> bool:
@@ -57,8 +59,10 @@ class SkippedSteps:
         if self._world == 1:
             return False
         loss = output.get("loss") if isinstance(output, Mapping) else output
+        # A loss without a graph trains nothing, as None does.
         skips = loss is None or (isinstance(loss, Tensor) and loss.grad_fn is None)
         if not self._asks:
+            # Without a vote the others cannot be told: this rank can only end the run.
             if skips and self._shares > 1:
                 self._refuse("a replica")
             count = self._world * skips
@@ -68,6 +72,7 @@ class SkippedSteps:
             count = int(votes)
         if 0 < count < self._world:
             self._refuse(f"{count} of {self._world} ranks")
+        # Its gradients would be mixed with those of batches that count.
         if count and self._module.trainer.accumulate_grad_batches > 1:
             self._refuse("a batch whose gradients accumulate with those of others")
         return count > 0
@@ -109,6 +114,7 @@ def _trees(module: pl.LightningModule) -> Iterator[ast.AST]:
     """Yield the code of `training_step`, and of the methods that give what it gives."""
     seen: set[str] = set()
     names = ["training_step"]
+    # Transitively: `return self._shared_step(batch)` gives what that method gives.
     while names:
         name = names.pop()
         if name in seen:
@@ -130,6 +136,7 @@ def _asks_others(module: pl.LightningModule) -> bool:
 def _code_of(function: Callable[..., Any] | None) -> ast.AST | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
+    # No code, as of a compiled or generated method: then nothing is assumed of it.
     except (OSError, TypeError, SyntaxError):  # made without a file
         return None
 

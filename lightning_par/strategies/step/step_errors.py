@@ -54,11 +54,13 @@ def _names_read(error: Exception) -> set[str]:
     error passed, with those of the comprehensions in it.
     """
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The innermost of the user's functions; torch and Lightning call through it.
     codes = [code for code in frames if not is_of_a_framework(code.co_filename)][-1:]
     read = set[str]()
     while codes:
         code = codes.pop()
         read.update(code.co_names)
+        # Lambdas and, before Python 3.12, comprehensions are code objects of their own.
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
     return read
 
@@ -74,6 +76,7 @@ def _explain_inner_gradients(error: Exception) -> ConfigurationError | None:
     """
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = Path("torch", "autograd", "__init__.py").parts
+    # Torch's own engine in the traceback means that the step asked for gradients.
     if not any(Path(code.co_filename).parts[-3:] == inside for code in frames):
         return None
     return ConfigurationError(

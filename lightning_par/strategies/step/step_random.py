@@ -90,6 +90,8 @@ class StepRandom:
     ) -> None:
         sizes = mesh.sizes
         self._device, self._seed, self._name = device, seed, name
+        # Ranks of one replica have to draw alike. A replica of one rank has nobody to agree with,
+        # and keeps the generators of the run.
         self._seeds = sizes.world_size > sizes.data
         self._replicas, self._data_rank = sizes.data, mesh.data_rank
         self._token_ranks, self._token_rank = sizes.tensor, mesh.place["tp"]
@@ -121,6 +123,7 @@ class StepRandom:
         of evaluation, two numbers, and the state of the rank that drew most, if some drew less.
         """
         if not self._draws_whole:
+            # Seeds of a step must not show outside: the user's own draws between steps go on.
             with fork_all_rng(self._device) if self._seeds else nullcontext():
                 yield
             return
@@ -134,6 +137,7 @@ class StepRandom:
             for start, length in split_rows(samples, microbatches)
         ]
         assert dist.group.WORLD is not None
+        # Rank 0's state, for every rank: hooks and loaders may have drawn unequally on them.
         states = collect_random_states(self._device)
         self._begin, self._end = broadcast_object(states, 0, dist.group.WORLD), None
         self._has_begun = False
@@ -148,10 +152,13 @@ class StepRandom:
         """Continue from the state of the rank that drew most. Texts of replicas end at other
         lengths, and one process draws until the longest has ended.
         """
+        # One MAX finds the largest count together with a rank that has it, and, by its negative,
+        # the smallest count.
         rank, world, count = dist.get_rank(), dist.get_world_size(), self._draws.count
         most = torch.tensor([count * world + rank, -count], device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         last, fewest = most.tolist()
+        # Reduced, so that all ranks enter the broadcast or none.
         if last // world > -fewest:
             assert dist.group.WORLD is not None
             states = collect_random_states(self._device)
@@ -170,6 +177,8 @@ class StepRandom:
         Args:
             broadcast: Returns the value of the last stage.
         """
+        # Stages before the last leave the user's step at the end of their blocks, and have drawn
+        # less than one process.
         if self._begin is not None:
             restore_random_states(broadcast(self._end), self._device)
 
@@ -186,7 +195,10 @@ class StepRandom:
                 yield
             return
         if self._begin is not None:
+            # Every micro-batch begins where the step begins: each draws for all samples, and
+            # keeps its own.
             restore_random_states(self._begin, self._device)
+            # A generator of the user's was advanced by the first micro-batch, and is put back.
             rewinds, self._has_begun = self._has_begun, True
             with self._draws.forward(self._rows[microbatch], rewinds=rewinds):
                 yield
@@ -195,6 +207,7 @@ class StepRandom:
             return
         if self._seeds:
             seed = seed_of(self._seed(), *key, microbatch, self._data_rank)
+            # By data rank, so that replicas have other dropout masks, and by micro-batch.
             seed_all_generators(seed, self._device)
         before = torch.get_rng_state() if self._is_silent else None
         yield
@@ -230,6 +243,7 @@ class StepRandom:
             tokens: As in `step`.
         """
         self._draws.tokens = self._own_tokens(tokens)
+        # The parts follow each other in the whole: [whole, first part, second part, ...].
         starts = [0, *(sum(sizes[1:i]) for i in range(1, len(sizes)))]
         self._rows = [Rows(at, n, sizes[0]) for at, n in zip(starts, sizes, strict=True)]
         self._looked, self._batch_size = [], batch_size
@@ -267,6 +281,7 @@ class StepRandom:
     @contextmanager
     def _look_at(self, part: int) -> Iterator[None]:
         assert self._looked is not None
+        # The same seed for whole and parts: then equal states at their ends mean equal draws.
         seed_all_generators(seed_of(self._seed(), "first look"), self._device)
         ended = False
         try:
@@ -288,9 +303,11 @@ class StepRandom:
             if not of:
                 text = f"{type(error).__name__}: {error}"
             refusal = ConfigurationError("LP303", text)
+            # Set here, as `judge` raises it far from this handler.
             refusal.__cause__ = error
             self.refuse(refusal)
         finally:
+            # Also of a run that failed: its draws so far are known.
             self._draws.learn()
             self._draws.rewind()
             self._looked.append((ended, collect_random_states(self._device)))
@@ -313,6 +330,8 @@ class StepRandom:
         assert self._looked is not None
         seed_all_generators(seed_of(self._seed(), "first look"), self._device)
         begin = collect_random_states(self._device)
+        # A stage that was left by an exception has drawn less than one that ran to its end: only
+        # runs that ended alike are compared.
         states = [state for _, state in self._looked]
         pairs = [(a, b) for ended, a in self._looked for other, b in self._looked if ended == other]
         flags = [
@@ -325,6 +344,7 @@ class StepRandom:
         found = torch.tensor([float(flag) for flag in flags], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         unknown, depends, draws, changes, refused = map(bool, found.tolist())
+        # A maximum over all ranks, so that all of them gather the reasons.
         if refused:
             errors: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, self._draws.refusal)
@@ -357,6 +377,7 @@ def shared_tokens(batch: Any, layout: BatchLayout) -> int | None:
     """
     for path, dim in sequence_entries(batch, layout).items():
         entry = batch_entry(batch, path) if has_entry(batch, path) else None
+        # Activations have their tokens in dim 1, as draws for them have.
         if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
             return int(entry.shape[1])
     return None

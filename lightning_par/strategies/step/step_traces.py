@@ -94,6 +94,7 @@ def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[Non
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if isinstance(value, int | float | Tensor):
+            # A value that kept its graph would keep the activations of the batch.
             number = value.detach() if isinstance(value, Tensor) else value
             calls.append(LogCall(name=name, value=number, metric=None, options=options))
         original(name, value, *args, **options)
@@ -134,6 +135,7 @@ def record_logs(
                     f"self.log({name!r}, metric): the metric is not an attribute of the "
                     f"{type(module).__name__}; set it in __init__ as self.{name} = ...",
                 )
+            # Lightning's defaults: on_step is True in training_step, False in evaluation steps.
             is_of_step = on_step if options.get("on_step") is None else options["on_step"]
             value = (value_of if is_of_step else last_batch_value)(value)
         value = value.detach() if isinstance(value, Tensor) else value
@@ -175,12 +177,15 @@ def compare_parts(
 
     def is_near(one: float, other: float) -> bool:
         nothing = tolerance / 100  # of numbers near 0, which others of size 1 may have made
+        # NaN of the whole is no sign of anything: a mean over no valid entry has it on parts,
+        # too.
         return math.isclose(one, other, rel_tol=tolerance, abs_tol=nothing) or one != one
 
     known = [[call for call in calls if _name_of(call) in _REDUCTIONS] for calls in logs]
     together = combine_logs(known[1:], weights, samples=samples)
     combined = {call.name: float(call.value) for call in together}
     counts = torch.tensor([*samples], dtype=weights.dtype) if samples else weights
+    # Unless weights differ from the numbers of samples, both means are the same number.
     alike = bool(torch.allclose(counts / counts.sum(), weights / weights.sum()))
     means = {call.name: float(call.value) for call in combine_logs(known[1:], counts)}
     kinds: dict[str, int] = {}
@@ -222,6 +227,8 @@ def adjust_logs(
     original = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        # In this order: a value with a weight of its own is joined first, which leaves nothing
+        # for `_weighted` to scale.
         value = _joined(module, value, options, weights, samples)
         value, options = _weighted(name, value, options, weights)
         original(name, value, *args, **options)
@@ -261,6 +268,7 @@ def _joined(
     kind = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     size = 0 if weights is not None and weights.fills else options["batch_size"]
     own = torch.tensor(float(size), dtype=torch.float64, device=value.device)
+    # A collective of all ranks, which `_weighs_itself` decides by the options of the call alone.
     total, count = strategy.reduce(torch.stack([weigh(value.double(), own), own]), reduce_op="sum")
     return (total / count).to(kind)
 
@@ -273,6 +281,7 @@ def _weighted(
     A call with its own ``batch_size`` already says how its value weighs.
     """
     if weights is not None and not isinstance(value, Metric):
+        # It repeats a sample of another replica: what it logs must not move the mean.
         if weights.fills:
             name = reduction_name(options.get("reduce_fx", "mean"))
             return log_nothing(name, value, options, weights)
@@ -280,6 +289,7 @@ def _weighted(
             value, options = join_over_context(value, options, weights)
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     is_sum = weights is not None and name in weights.sums
+    # The user's batch_size is the weight of the value; a second one would count twice.
     explicit = options.get("batch_size") is not None and not is_sum
     if weights is None or weights.samples is None or not mean or explicit:
         return value, options
@@ -292,6 +302,8 @@ def _weighted(
     if is_sum:  # Lightning divides by the number of replicas
         return value * weights.replicas, {"batch_size": weights.samples, **options}
     options = {**options, "batch_size": weights.samples}
+    # Lightning's mean divides by the number R of replicas:
+    # mean(v_r * n_r * R / N) = sum(v_r * n_r) / N.
     if name in weights.by_samples:
         return value * (sum(weights.sizes) * weights.replicas) / weights.samples, options
     return weigh(value, weights.total), options
@@ -315,6 +327,7 @@ def join_over_context(
         joined = value.double()
         dist.all_reduce(joined, operations[name], group=weights.context_group)
         return joined.to(kind), options
+    # Six sums in one message, as nobody knows yet which of the two means is meant.
     size, one = options.get("batch_size"), value.double()
     if size is None:
         mean, _ = weighted_mean(one, weights.own, weights.context_group)
@@ -326,6 +339,7 @@ def join_over_context(
     dist.all_reduce(sums, group=weights.context_group)
     by_tokens, tokens, by_size, total, squares, ranks = sums.unbind()
     # Decided on the device: a number on the host would have to be waited for.
+    # By Cauchy-Schwarz, R * sum(g**2) = sum(g)**2 only if all R values are equal.
     is_same = ranks * squares == total**2
     mean = torch.where(is_same, by_tokens / tokens, by_size / total)
     return mean.to(kind), {**options, "batch_size": torch.where(is_same, given, total)}
@@ -353,6 +367,7 @@ def combine_logs(
             by_name.setdefault(call.name, []).append((index, call))
     combined = []
     for name, pairs in by_name.items():
+        # Options of a key are those of its last call, as Lightning keeps them.
         last = pairs[-1][1]
         value = last.value
         sizes: list[Any] = [c.options.get("batch_size") for _, c in pairs]
@@ -361,6 +376,7 @@ def combine_logs(
             used = torch.stack([weights[index] for index, _ in pairs])
             if name in by_samples:
                 used = used.new_tensor([float(count) for count in counted])
+            # batch_size of each call equal to its samples says nothing new.
             if None not in sizes and sizes != counted:  # each says what it is a mean of
                 used = used.new_tensor([float(size) for size in sizes])
             values = torch.stack([_number(call.value, weights) for _, call in pairs])
@@ -383,6 +399,7 @@ def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
     has_weight = (weights > 0).any()
     if name in ("mean", "avg"):
         return torch.where(has_weight, weighted_mean(values, weights)[0], values.mean())
+    # If all weights are 0 every entry counts: a maximum over none would be -inf.
     counts = (weights > 0) | ~has_weight
     if name == "max":
         return values.where(counts, -torch.inf).amax()
@@ -393,6 +410,7 @@ def _number(value: Any, like: Tensor) -> Tensor:
     """Return a logged number as a float64 scalar on the device of `like`, where it may be."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.double().reshape(())
+    # torch.full on the device of the weights: a tensor made on the host would be copied.
     return torch.full((), float(value), dtype=torch.float64, device=like.device)
 
 
@@ -429,6 +447,8 @@ def replay_logs(
         weights: Weights of this replica's micro-batches, or None if it is the only replica.
         batch_size: Samples of this replica's batch, for calls that do not say.
     """
+    # On every stage: with sync_dist=True `self.log` ends in a collective of all ranks, and
+    # callbacks read the value on each of them.
     for call in calls:
         if call.metric is not None:
             metric = module.get_submodule(call.metric)
