@@ -49,7 +49,10 @@ class AbsentGradients:
         self.filled: set[nn.Parameter] = set()
         self.are_usual = True
         for unit in units:
+            # When the backward of a unit ends, right before FSDP2 reduces what the unit has.
             watch_backward(unit, lambda: None, partial(self._fill, unit))
+            # FSDP2 makes the unsharded parameters, which zeros are given to, at the first
+            # unshard.
             if in_steps:  # may be reduced before its first use
                 unit.unshard()
                 unit.reshard()
@@ -65,6 +68,7 @@ class AbsentGradients:
         for shard, missing in fill_missing(unit, fills=is_first):
             if not missing:
                 self.filled.discard(shard)
+            # Gradients of earlier batches are in the shard already: it is not without one.
             elif shard.grad is None:  # else an earlier micro-batch or batch had one
                 self.filled.add(shard)
 
@@ -76,15 +80,21 @@ class AbsentGradients:
         """
         together: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = {}
         for unit in self._units:
+            # Units may be sharded over other ranks, as experts are: one message for each set of
+            # groups.
             together.setdefault(reduction_groups(unit), []).extend(parameters_of(unit))
         self.are_usual = False
         for groups, shards in together.items():
             # On the host, which knows the answers and needs them.
             held = torch.tensor([shard not in self.filled for shard in shards], dtype=torch.uint8)
             everywhere = held.clone()
+            # With HSDP over both axes in turn: the result of the first is reduced over the
+            # second.
             for group in groups:
                 dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
                 dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+            # Some replica lacked what another one had: then such steps are to be expected, and
+            # the next agreement is not put off to the norm.
             self.are_usual |= not bool(everywhere.all())
             for shard, has_gradient in zip(shards, held.tolist(), strict=True):
                 if not has_gradient:

@@ -54,6 +54,7 @@ class _Piece:
 
     def checksum(self) -> Tensor:
         """Return a number of the bits, int64 [], on the device of the tensor."""
+        # Of the local part: copies have the same one, in the same order of memory.
         flat = local_part(self.tensor).detach().reshape(-1)[self.start : self.start + self.count]
         return _checksum(flat)
 
@@ -96,6 +97,8 @@ class EqualCopies:
         self._round: Iterator[None] | None = None
         self.next = 0
 
+    # One comparison takes three steps: checksums are sent, compared, and the verdict is raised;
+    # in between nothing waits for the network.
     def advance(self, step: int) -> None:
         """Begin a comparison, or go on with it.
 
@@ -112,6 +115,7 @@ class EqualCopies:
             self._turns = self._find_turns()
         if self._round is None:
             self._round = self._compare()
+        # `self` is what `next` gives at the end, which no value of the generator is.
         if next(self._round, self) is self:
             self._round = None
             self.next = step + _EVERY
@@ -131,12 +135,15 @@ class EqualCopies:
             pieces, group = next(turn), self._mesh.group(axis)
             own = torch.stack([piece.checksum().to(self._device) for piece in pieces])
             every = [torch.empty_like(own) for _ in range(group.size())]
+            # All ranks of the axis have the same pieces in the same turn, as `_find_copies`
+            # agreed.
             sent.append((axis, pieces, every, dist.all_gather(every, own, group, async_op=True)))
         yield
         told: list[str] = []
         for axis, pieces, every, work in sent:
             work.wait()
             told += _differences(axis, self._mesh, pieces, torch.stack(every).tolist())
+        # On every rank, also those that saw no difference: all of them raise together.
         flag = torch.tensor(len(told), device=self._device)
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
         yield
@@ -180,6 +187,7 @@ def differing_copies(
     told: list[str] = []
     parameters = module.named_parameters(), _AXES[device.type]
     others = module.named_buffers() if buffers else ()
+    # Buffers are alike on replicas only: context ranks may hold positions of their own.
     for named, axes in (parameters, (others, _REPLICAS)):
         for axis, copies in _find_copies(dict(named), mesh, axes).items():
             pieces = [
@@ -215,6 +223,7 @@ def _find_copies(
 ) -> dict[str, dict[str, Tensor]]:
     """Return, for each axis along which there are copies, name -> tensor of these."""
     held = {n: p for n, p in named.items() if _is_plain(p) and local_part(p).numel()}
+    # Name, place in the whole tensor and dtype: equal keys are copies, others are other shards.
     keys = [crc32(f"{local_box(n, p)} {p.dtype}".encode()) for n, p in held.items()]
     copies = {}
     for axis in axes:
@@ -241,6 +250,7 @@ def _differences(
         (most, count), *others = Counter(found).most_common()
         if not others:
             continue
+        # With a majority, the few that differ are named; else nobody can tell who is wrong.
         if count > len(ranks) // 2:
             other = [r for r, value in zip(ranks, found, strict=True) if value != most]
             where = f"{_said(other)} other values than the other {count} ranks"

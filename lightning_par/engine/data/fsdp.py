@@ -105,6 +105,7 @@ class Sharding:
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self.is_plain, self.synchronizes = root is None, True
         plain = [] if root is None else [root]
+        # The hooks need some module to surround, also where nothing is sharded.
         self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
         self._in_steps, self._on_use = in_steps, None
         self._order: UnitOrder | None = None
@@ -114,6 +115,7 @@ class Sharding:
         self.absent = AbsentGradients(self._units, in_steps=in_steps)
         if in_steps:
             found = self.zero_weight.find
+            # Calls of blocks come in any order there, so that no order of the model can be kept.
             self._on_use = GatherOnUse(root, self._units, found, reshards=zero_stage == 3)
         else:
             self._order = UnitOrder(root, runs)
@@ -125,6 +127,7 @@ class Sharding:
         A step that runs its own backwards may use, or drop, gradients after any of them, so that
         there each is reduced at once.
         """
+        # `in_steps`: the user may step an optimizer after any backward of the step.
         self.synchronizes = self._in_steps
         try:
             yield
@@ -142,6 +145,7 @@ class Sharding:
         if not self._units:
             return self._root(step)
         if self._order is not None:
+            # Around the step, and inside of the root's forward, in which blocks are gathered.
             step = self._order.in_order(step)
         try:
             if torch.is_inference_mode_enabled():
@@ -209,12 +213,17 @@ class Sharding:
         """
         if isinstance(self._root, FSDPModule):
             # Stages 0 and 1 accumulate gradients unsharded; the last backward reduces them.
+            # Stages 2 and 3 reduce after each micro-batch, to hold shards of gradients only.
             reduces = self.synchronizes and is_whole and (is_last or self._stage >= 2)
             if self._order is not None:
                 self._order.begin_backward()
+            # FSDP2 waits for its reductions, and forgets the order of its forwards, in the last
+            # backward only.
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
                 unit.set_requires_gradient_sync(reduces, recurse=False)
+                # Before the last micro-batch of stages 0 to 2, weights stay gathered for the next
+                # forward.
                 unit.set_reshard_after_backward(is_last or self._stage == 3, recurse=False)
 
     def without_backward(self) -> None:
@@ -246,6 +255,7 @@ class Sharding:
         """
         if not isinstance(self._root, FSDPModule):
             return
+        # FSDP2 cannot gather in inference mode, in which Lightning evaluates.
         with torch.inference_mode(False):
             for unit in self._units:
                 unit.unshard()
@@ -256,9 +266,12 @@ class Sharding:
         if self._order is not None:
             self._order.forget()
         for unit in self._units:
-            # To FSDP2 a forward that failed goes on, and a root stays whole after one.
+            # To FSDP2 a forward that failed goes on, and a root stays whole after one: in that
+            # state reshard() does nothing unless the module is to be resharded after its forward.
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
+            # Only blocks of stage 3 are gathered anew in the backward; the root stays whole for
+            # the step.
             gathers_again = self._stage == 3 and unit is not self._root
             unit.set_reshard_after_forward(gathers_again, recurse=False)
 
@@ -314,6 +327,7 @@ def shard_model(
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
             copies += _unshardable(block, whole)
             _shard(block, reshard_after_forward=zero_stage == 3, **fully)
+    # What is left on meta: what belongs to no block.
     materialize(model, "")
     root = _StepRoot(model)
     if not shards:
@@ -323,6 +337,7 @@ def shard_model(
     _shard(root, reshard_after_forward=False, **fully)
     runs = [resolved.block_names[lo:hi] for lo, hi in bounds or [(0, len(resolved.block_names))]]
     held: Any = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
+    # Elsewhere FSDP2 overlaps by streams; prefetching would only hold more memory.
     if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
         _gather_ahead(root, held)
     assert isinstance(root, FSDPModule)
@@ -338,6 +353,7 @@ def _shard(unit: nn.Module, **options: Any) -> None:
     FSDP2 takes only parameters that are contiguous, which those of a model in `channels_last` or of
     a transposed matrix are not; they become so, with the values that they have.
     """
+    # fully_shard replaces the parameters; what users set on them (`p.no_decay`) is put back.
     held = [(m._parameters, n, p) for m in unit.modules() for n, p in m._parameters.items()]
     for parameter in unit.parameters():
         if not parameter.is_contiguous():
@@ -360,6 +376,7 @@ def _unshardable(unit: nn.Module, whole: set[nn.Parameter]) -> list[nn.Parameter
     sizes: Counter[torch.dtype] = Counter()
     for parameter in held:
         sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    # FSDP2 gathers a unit in one buffer, and refuses trained parameters of several dtypes.
     main = max(sizes, key=sizes.__getitem__, default=None)
     found = [p for p in held if not p.ndim or (p.requires_grad and p.dtype != main)]
     whole.update(found)
@@ -380,6 +397,7 @@ def _order_gradients(root: FSDPModule, device_type: str, ignored: Container[nn.P
         trains, is_number = shard.requires_grad, shard.is_floating_point() or shard.is_complex()
         if shard in ignored or not is_number:
             continue
+        # A hook needs `requires_grad`; a frozen parameter that is thawed later has it, too.
         shard.requires_grad_(True).register_hook(wait)  # may be unfrozen later
         shard.requires_grad_(trains)
 

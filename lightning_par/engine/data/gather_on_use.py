@@ -62,6 +62,8 @@ class _Place:
         now = self.now
         if not isinstance(now, nn.Parameter):
             return  # inside of a forward that computes with the local part of a shard
+        # The one that differs from the known value is the news; with two values, it is its
+        # opposite.
         if now.requires_grad != self.shard.requires_grad:
             self.trains = not self.trains
             now.requires_grad_(self.trains)
@@ -94,6 +96,7 @@ class GatherOnUse:
         self._is_listed = self._keeps = False
         self._shards: dict[int, nn.Parameter] = {}  # id of what is gathered -> its shard
         self._root, self._units = root, units
+        # Only at stage 3 are blocks sharded between their forward and a backward.
         self._blocks: list[Any] = [u for u in units if reshards and u is not root]
         # Id of a unit -> its own; of any other module outside of blocks -> those below it.
         self._places: dict[int, list[_Place]] = {id(unit): [] for unit in units}
@@ -108,14 +111,17 @@ class GatherOnUse:
             self._places[id(unit)] += own[module]
         for module, unit in owners.items():
             if unit is root and module is not root:
+                # Blocks have places of their own, which are updated when they compute.
                 below = (m for m in module.modules() if owners[m] is root)
                 self._places[id(module)] = [place for m in below for place in own[m]]
             if module is not root and (unit is root or id(module) == id(unit)):
+                # Before FSDP2's own hook, which gathers with the flags that it finds.
                 module.register_forward_pre_hook(self._enter, prepend=True)
 
     def begin(self) -> None:
         """Begin a step: backwards that are not announced reduce and reshard nothing."""
         self.is_on = True
+        # Here the shards are in their places; later they may be exchanged for whole parameters.
         for place in self._all():
             place.begin()
         self._set(reduces=False)
@@ -132,6 +138,7 @@ class GatherOnUse:
         """
         for place in self._all():
             place.update_flag()
+        # The root is never called here, so that no hook of FSDP2 gathers it for the backward.
         self._root.unshard()
         if self._keeps or any(map(self._is_gathered, self._blocks)):
             for unit in self._units:
@@ -170,6 +177,7 @@ class GatherOnUse:
         self._root.set_is_last_backward(True)
         for unit in self._units:
             unit.set_requires_gradient_sync(reduces, recurse=False)
+            # What is gathered now stays so until the end, see Note [Penalties of gradients].
             reshards = reduces and not self._is_gathered(unit)
             unit.set_reshard_after_backward(reshards, recurse=False)
 
@@ -177,6 +185,7 @@ class GatherOnUse:
         if not self.is_on:
             return
         if self._is_listed:
+            # An optimizer, or the user, may have changed the shards since they were handed out.
             self.reshard()
         if any(module is block and self._is_gathered(block) for block in self._blocks):
             self._keeps = True  # see Note [Penalties of gradients]

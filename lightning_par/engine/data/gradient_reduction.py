@@ -49,6 +49,7 @@ class SharedGradients:
         **Communicates**: one all-reduce of all these gradients for each dtype, and of a number for
         each parameter with them.
         """
+        # In the order of `parameters`, which is the same on every rank of the group.
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.parameters:
             if parameter.requires_grad:
@@ -59,12 +60,14 @@ class SharedGradients:
             for number in missing:
                 parameters[number].grad = torch.zeros_like(parameters[number])
             grads = local_gradients(parameters)
+            # One number for each gradient, at the end of the same message.
             held = grads[0].new_ones(len(grads))  # made there: a copy from the host would wait
             for number in missing:
                 held[number].zero_()
             *totals, counts = sum_together([*grads, held], self.group)
             for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total)
+            # Only ranks that lack one wait for the answer; the others have nothing to take back.
             if missing:
                 found = counts.tolist()
                 for number in missing:
@@ -95,6 +98,8 @@ class ReplicatedGradients:
         **Communicates**: one all-reduce of a number for each parameter, then the gradients in
         messages of about 32 MiB.
         """
+        # Unlike above, agreed before: buckets of gradients that nobody has would be sent for
+        # nothing.
         used = _used_anywhere([p for p in self.parameters if p.requires_grad], self.group)
         for parameter in used:
             if parameter.grad is None:
@@ -129,6 +134,7 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Te
     """
     if not tensors:
         return []
+    # One copy and one message: a collective of each tensor would cost its latency each time.
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])
@@ -143,6 +149,7 @@ def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
     full: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
+        # One open bucket for each dtype; full ones keep the order in which they were filled.
         bucket, size = filling.pop(parameter.dtype, ([], 0))
         bucket.append(parameter)
         size += local_part(parameter).numel() * parameter.element_size()
@@ -172,6 +179,7 @@ def is_counted_here(grad: Tensor) -> bool:
     place = grad.device_mesh.get_coordinate()
     assert place is not None
     pairs = zip(grad.placements, place, strict=True)
+    # Along Replicate axes the first coordinate counts; along Shard axes everybody does.
     return all(at == 0 for placement, at in pairs if isinstance(placement, Replicate))
 
 
@@ -200,6 +208,7 @@ def total_norm(
 
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
+    # parameters without a gradient add nothing, on whatever rank.
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     grads = [_real_part(grad) for _, grad in held]
     poison = None if loss is None else loss * 0  # NaN if the loss is not finite
@@ -211,17 +220,20 @@ def total_norm(
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
     norms: Any = foreach_norm(grads, 2, dtype=dtype) if grads else []
+    # float64: sums of squares of float32 norms, over thousands of ranks.
     square = torch.zeros((), dtype=torch.float64, device=device)
     own: list[Tensor] = []
     copies: list[Tensor] = []
     for (parameter, grad), known in zip(held, norms, strict=True):
         counts = id(parameter) not in elsewhere and is_counted_here(grad)
+        # Two lists, and one kernel for each: a product for each parameter would cost thousands.
         (own if counts else copies).append(known.to(device))
     # A copy weighs 0, which is NaN if the copy is not finite. As numbers of Python, weights need no
     # tensor that would have to be copied to the device.
     for parts, weight in ((own, 1.0), (copies, 0.0)):
         if parts:
             square += torch.stack(parts).double().square().sum() * weight
+    # Added on the host first, and brought to the device once.
     on_host = torch.zeros((), dtype=torch.float64)
     for known, weight in offloaded_norms:
         total = square if known.device == square.device else on_host
@@ -244,6 +256,7 @@ def clip_by_norm(parameters: Sequence[Tensor], norm: Float[Tensor, ""], max_norm
         norm: Norm of the gradient of the whole model, from `total_norm`; may be on the CPU.
         max_norm: Upper bound of that norm.
     """
+    # torch's formula, with its 1e-6; a NaN norm makes all gradients NaN, as torch does.
     scale_together(local_gradients(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 

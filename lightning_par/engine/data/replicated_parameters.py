@@ -47,13 +47,17 @@ def find_copies(
     elsewhere: set[int] = set()
     if replicas:
         shared.append(ReplicatedGradients(parameters=tuple(replicas), group=mesh.data_group))
+        # Norms count a parameter once: on the first replica.
         elsewhere |= {id(p) for p in replicas} if mesh.data_rank else set()
+    # Each tensor rank has the gradient of its own heads, features or tokens: the sum is whole.
     if tensor is not None:
         partial = [p for n, p in named.items() if n in tensor.partial]
         unique = tuple({id(p): p for p in partial}.values())
         if unique:
             shared.append(SharedGradients(parameters=unique, group=mesh.group("tp")))
     for ranks, names in _by_owners(resolved, bounds, rank_of_stage).items():
+        # Every rank makes every group, also those that it is not in: `new_group` is a collective
+        # of all ranks.
         group = mesh.subgroup(("pp",), [sorted(ranks)])
         if mesh.place["pp"] not in ranks:
             continue
@@ -63,6 +67,7 @@ def find_copies(
         shared.append(SharedGradients(parameters=parameters, group=group))
         if mesh.place["pp"] != min(ranks):
             elsewhere |= {id(p) for p in parameters}
+    # A mean, not a sum: the weights of the loss are scaled by the number of context ranks.
     if mesh.sizes.context > 1:
         apart = set() if experts is None else set(map(id, experts.held()))
         everything = tuple(p for p in module.parameters() if id(p) not in apart)
@@ -87,6 +92,7 @@ def _by_owners(
         held = {rank_of_stage[s] for s in resolved.stages_of(name, bounds)}
         holders[canonical] = before | held
     found: dict[frozenset[int], list[str]] = {}
+    # In the order of the plan, which is the same on all ranks: the groups are made in it.
     for name, ranks in holders.items():
         if len(ranks) > 1:
             found.setdefault(ranks, []).append(name)

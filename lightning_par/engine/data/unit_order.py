@@ -55,6 +55,7 @@ class UnitOrder:
                 assert isinstance(block, nn.Module)
                 own = (place[id(shard)] + 1 for shard in parameters_of(block))
                 self._end[block] = max(own, default=0)
+                # Before FSDP2's hook, which gathers this block: those before it come first.
                 block.register_forward_pre_hook(partial(self._enter, run, number), prepend=True)
                 begins = partial(self._begins, run, number)
                 watch_backward(block, begins, partial(self._ends, run, number))
@@ -64,6 +65,7 @@ class UnitOrder:
         """Return a forward that passes through all blocks."""
 
         def run() -> Any:
+            # With a pipeline, forwards of several micro-batches wait for their backwards at once.
             if len(self._runs) == 1:  # without a pipeline, where an earlier one had no backward
                 self._waiting[0].clear()
             for used in self._used:
@@ -72,6 +74,7 @@ class UnitOrder:
             try:
                 output = step()
                 self.catch_up()
+                # Without gradients no backward will come.
                 if torch.is_grad_enabled():
                     for waiting, used in zip(self._waiting, self._used, strict=True):
                         if used:
@@ -99,6 +102,8 @@ class UnitOrder:
         if not self._is_on:
             return
         for run, used in enumerate(self._used):
+            # Of several stages on this rank a forward runs one: blocks of the others are not
+            # passed over.
             if used or len(self._runs) == 1:
                 following = used[-1] + 1 if used else 0
                 self._pass_over(run, following, len(self._runs[run]))
@@ -108,6 +113,7 @@ class UnitOrder:
             return
         used = self._used[run]
         following = used[-1] + 1 if used else 0
+        # The blocks before are passed over to the end, as another replica may go on there.
         if number < following:  # the step passes through the blocks once more
             self._pass_over(run, following, len(self._runs[run]))
             following = 0
@@ -124,9 +130,11 @@ class UnitOrder:
         if not self._is_backward or block in self._begun:
             return
         self._begun.add(block)
+        # The first block whose backward begins tells of which stage it is.
         if self._run is None:
             self._take(run)
         if run == self._run and number in self._left:
+            # A block that was used twice is in the list twice: the later use goes first.
             last = len(self._left) - 1 - self._left[::-1].index(number)
             self._pass_back(self._left[last + 1 :])
 
@@ -153,6 +161,8 @@ class UnitOrder:
         for number in reversed(numbers):
             block = self._runs[self._run or 0][number]
             if block in self._begun:
+                # FSDP2's own end of the backward did not come, as no gradient reached the block's
+                # input.
                 if ends:
                     skip_backward(block)
             elif any(shard.requires_grad for shard in self._all[: self._end[block]]):

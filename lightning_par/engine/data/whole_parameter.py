@@ -43,6 +43,7 @@ class WholeParameters:
 
         **Communicates**: the parameter, over the axes that shard it.
         """
+        # The shard is on the host, the gradient on the device: see the note.
         late = None if parameter.device.type == self._device.type else self.late
         found: Tensor = _Whole.apply(parameter, average, late)  # type: ignore[no-untyped-call]
         return found
@@ -68,12 +69,14 @@ class _Whole(torch.autograd.Function):
     ) -> Tensor:
         """Return all entries; `late` takes gradients that autograd is not to add."""
         ctx.parameter, ctx.average, ctx.late = parameter, average, late
+        # A copy: of a parameter that has one shard, `whole` may give the memory of the parameter.
         return whole(parameter.detach()).detach().clone()
 
     @staticmethod
     @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         """Return the part of this rank."""
+        # Averaged whole, and cut after: FSDP2 averages only what it has reduced itself.
         part = shard_of(ctx.average(grad), ctx.parameter)
         if ctx.late is None:
             return part, None, None

@@ -38,6 +38,7 @@ def averaging_problems(
         name = type(callback).__name__
         if isinstance(callback, WeightAveraging):
             # The options of torch's AveragedModel are kept as they were given.
+            # By the kind of its attributes, as their names are private and change with Lightning.
             given = [held for held in vars(callback).values() if isinstance(held, dict)]
             function = next((d["multi_avg_fn"] for d in given if "multi_avg_fn" in d), None)
             if function is not None and not _is_entrywise(function):
@@ -60,10 +61,12 @@ def averaging_problems(
 def _is_entrywise(function: Callable[..., None]) -> bool:
     """Try a function that averages lists of tensors on five numbers, together and one by one."""
     generator = torch.Generator().manual_seed(0)
+    # Two random values: entries of a constant average would agree for any function.
     average, model = torch.randn(2, 5, generator=generator, dtype=torch.float64)
 
     def result(average: Tensor, model: Tensor, sizes: Sequence[int]) -> Tensor:
         averages = list(average.clone().split(sizes))
+        # A copy, as a function that keeps a state would have seen one update more.
         deepcopy(function)(averages, list(model.split(sizes)), torch.tensor(3))
         return torch.cat(averages)
 

@@ -49,8 +49,11 @@ def prepare_blocks(
     weight_gradients = WeightGradients()
     compiles = options.compile_blocks is not False
     ranks = max(rank_of_stage) + 1
+    # Compiled, a backward is one graph, of which no part can be put off.
     if ranks > 1 and not compiles and splits_backward(options.schedule, ranks):
         _defer(module, resolved, weight_gradients)
+    # Recomputation is inside of what is compiled, so that the compiler sees both forwards; the
+    # wait for tensors on the host is outside, as it is no operation of torch.
     if options.recomputation is not None:
         modes = _stage_modes(options.recomputation, bounds, rank_of_stage, options)
         recompute_blocks(module, resolved, options.recomputation, bounds, modes, compiled=compiles)
@@ -136,6 +139,7 @@ def recompute_blocks(
     """
     blocks = _chosen(module, resolved, what.every)
     for (low, high), mode in zip(bounds, modes, strict=True):
+        # A block is in the whole model's numbering, whichever stages this rank holds.
         for name in resolved.block_names[low:high]:
             if name not in blocks:
                 continue
@@ -150,6 +154,7 @@ def recompute_blocks(
 
 def _chosen(module: nn.Module, resolved: ResolvedPlan, every: int) -> dict[str, nn.Module]:
     """Return every `every`-th block that this rank holds, by name."""
+    # Every `every`-th of the whole model, so that any layout recomputes the same blocks.
     blocks = {name: module.get_submodule(name) for name in resolved.block_names[::every]}
     return {name: b for name, b in blocks.items() if not isinstance(b, StageStub)}
 
@@ -164,6 +169,7 @@ def _parts_of(
         prefix, patterns = "", what.parts
     found: dict[str, nn.Module] = {}
     for inner, part in block.named_modules():
+        # named_modules gives a parent before its children.
         inside = any(inner.startswith(f"{outer}.") for outer in found)
         if inner and not inside and any(match_pattern(p, prefix + inner) for p in patterns):
             found[inner] = part
@@ -185,7 +191,9 @@ def _stage_modes(
     schedule = options.build_schedule(ranks, options.microbatches(ranks))
     blocks = [0] * ranks
     for rank, (low, high) in zip(rank_of_stage, bounds, strict=True):
+        # The multiples of `every` in [low, high): ceil(high / every) - ceil(low / every).
         blocks[rank] += len(range(-(-low // what.every), -(-high // what.every)))
+    # A rank that holds more micro-batches at its peak has to recompute more of its blocks.
     peaks = simulate(schedule).peak_per_rank
     modes = choose_modes(peaks, blocks, what.mode)
     return [modes[rank] for rank in rank_of_stage]

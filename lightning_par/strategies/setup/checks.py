@@ -59,6 +59,7 @@ def check_options(strategy: type, options: Mapping[str, object]) -> None:
     unknown = [name for name in options if name not in of_lightning]
     if not unknown:
         return
+    # Each class of the hierarchy adds options and passes the others on by `**options`.
     own = list(
         dict.fromkeys(
             name
@@ -95,6 +96,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             "schedule has to run the backward. Set automatic_optimization=True, or use "
             "pipeline_parallel_size=1."
         )
+    # One device runs any plugin as Lightning does; a mesh needs one whose backward it knows.
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
         valid = either(_PRECISIONS)
         text = f"precision={trainer.precision!r} is not supported on {sizes}: use {valid}."
@@ -158,6 +160,7 @@ def check_module(
     if infers:
         plan = plan_of_run(module, options.plan, sizes)
     else:
+        # Inference starts the loaders of the user, which is left to the processes of the run.
         plan = options.plan if options.plan is not None else find_plan(module)
         if lacks_parts(plan, sizes):
             return resolve_plan(module, plan or ParallelPlan())
@@ -184,6 +187,7 @@ def check_module(
         sizes,
         sequence_parallel=options.sequence_parallel,
         stage_blocks=options.stage_blocks,
+        # One rank may hold several stages; the numbers of blocks are checked for each stage.
         stages_per_rank=len(owners) // sizes.pipeline,
     )
     _check_batch(module, plan, options, sizes)
@@ -224,6 +228,7 @@ def _sizes_of_parts(module: nn.Module, resolved: ResolvedPlan) -> tuple[int, int
     blocks, replicated = resolved.block_names, resolved.plan.replicated
     for name, child in module.named_modules():
         own = sum(p.numel() for p in child.parameters(recurse=False))
+        # Every FQN above the module, and its own: a pattern may name any of them.
         parents = [".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 2)]
         if any(parent in blocks for parent in parents):
             divided += own
@@ -270,6 +275,8 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
     """Refuse what holds parameters in a way that a mesh cannot take over."""
     if sizes.world_size == 1:
         return
+    # FSDP and DTensor put other tensors in the places of parameters; their hooks and subclasses
+    # are lost with the old ones.
     replaced = dict(module.named_parameters()) if sizes.data > 1 or sizes.tensor > 1 else {}
     hooked = [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
     plain = nn.Parameter, UninitializedParameter, DTensor
@@ -283,6 +290,7 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
             sparse.append(name)
         if isinstance(part, torch.jit.ScriptModule) and held and sizes.data > 1:
             scripted.append(name)
+    # Made in any case: each text is used where its list has names.
     texts = (
         f"{', '.join(lazy)} has no sizes yet. Call it once, on a batch, before the Trainer gets "
         "it; or give it its sizes in place of a lazy module.",
@@ -346,6 +354,7 @@ def _check_batch(
     count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
     asked = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
     asked += [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
+        # A single micro-batch is the whole batch, whatever the loss is.
         count > 1
     )
     if "batch" in plan.refusals and asked:

@@ -119,9 +119,11 @@ def compile_blocks(
     """
     chosen = options.compiler
     if options.async_tensor_parallel and mesh.sizes.tensor > 1:
+        # Before the first compilation, which asks whether the group has symmetric memory.
         use_symmetric_memory(mesh.group("tp"))
         chosen = {**chosen, "options": {**(chosen.get("options") or {}), _ASYNC: True}}
     found = map(module.get_submodule, resolved.block_names)
+    # Stubs stand where other stages have blocks.
     blocks = [block for block in found if not isinstance(block, StageStub)]
     for index, block in enumerate(blocks):
         said = f"compiling block {index + 1} of {len(blocks)}"
@@ -135,6 +137,7 @@ def _compiled(block: nn.Module, options: dict[str, Any], said: str, inner: Forwa
     compiled, seen = torch.compile(inner, **options), set[tuple[bool, bool]]()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        # torch.compile has a graph of its own for each of these, as its guards read both.
         form = block.training, torch.is_grad_enabled()
         if form in seen:
             return compiled(*args, **kwargs)

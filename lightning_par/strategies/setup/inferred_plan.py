@@ -66,6 +66,8 @@ def plan_of_run(
     if given is None and declared is not None and not declares_plan(module):
         declared = _fitted(module, declared)
     lacks_blocks, lacks_styles = lacks = _lacks(declared, sizes)
+    # The trace forks this process and starts loaders, so that it is made for what is missing
+    # only.
     if not any(lacks):
         return declared
     plan = declared or ParallelPlan()
@@ -80,6 +82,7 @@ def plan_of_run(
     if lacks_styles:
         taken |= {"tensor": found.tensor, "divided": {**found.divided, **plan.divided}}
         refusals |= {k: v for k, v in found.refusals.items() if k == "tensor"}
+        # Declared as "none": activations are not to be sharded between the blocks.
         if plan.sequence_region != "none":
             taken["sequence_region"] = found.sequence_region
     return replace(plan, **taken, refusals=refusals)
@@ -99,6 +102,7 @@ def _fitted(module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
             entries[step] = None
     named = entries[step]
     if named is None:
+        # The loader may fail in the fork alone; then the names of the model are the best guess.
         return plan
     layout = plan.batch
     labels = None if layout.labels is None else named.get(layout.labels)
@@ -121,6 +125,7 @@ def _entries_of(module: nn.Module, layout: BatchLayout, step: str) -> dict[str, 
     signature = inspect.signature(held[1].forward)
 
     def watched(run: Callable[[Any], Any], given: Any) -> Any:
+        # By identity: what the model gets unchanged from the batch is an entry of it.
         paths = {id(tensor): path for path, tensor in input_paths(given)}
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -133,6 +138,7 @@ def _entries_of(module: nn.Module, layout: BatchLayout, step: str) -> dict[str, 
         finally:
             handle.remove()
 
+    # A step that takes the batch as a whole, or its entries by name: the first that runs will do.
     for run, given in runs_of(module, batch, step):
         with suppress(Exception):  # what the step does with the output is not needed
             trace_forward(module, partial(watched, run), given)
@@ -177,6 +183,7 @@ def _inferred(
     """Return the inferred plan of a module for a mesh, and log it once."""
     step = _step_of(module)
     plans = _known.setdefault(module, {})
+    # Replicas and context ranks need nothing of the plan that a trace would tell.
     key = (sizes.tensor, sizes.pipeline, containers, step)
     of_fit = plans.get((*key[:-1], "training_step"))
     if key not in plans and of_fit is not None and not of_fit.refusals:
@@ -241,6 +248,7 @@ def first_samples(module: nn.Module, *, replicas: int = 1) -> Any:
     _stay_alone(trainer, replicas)
     with as_replica(0, replicas):  # loaders that divide themselves ask torch.distributed
         loaders = loaders_of(trainer, module)
+        # As they came in, so that the batch has the user's nest of loaders.
         if isinstance(loaders, CombinedLoader):
             loaders = loaders.iterables
         if _step_of(module) != "training_step":  # loaders of an evaluation come one after the other
@@ -279,12 +287,14 @@ def _holder(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> Any:
 def _stay_alone(trainer: pl.Trainer, replicas: int) -> None:
     """Let a Trainer be in the middle of its first step, and reach no other process."""
     strategy: Any = trainer.strategy
+    # In a fork, whose files and sockets are those of the parent.
     trainer.loggers = [DummyLogger() for _ in trainer.loggers]
     if trainer.state.fn is not None:
         phases = ("training", "validating", "testing", "predicting")
         setattr(trainer, phases[list(_STEPS).index(trainer.state.fn)], True)
 
     def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        # [replicas, ...] like torch.distributed's; one process gives the tensor as it is.
         return torch.stack([tensor] * replicas) if replicas > 1 else tensor
 
     strategy.all_gather = all_gather
@@ -302,9 +312,11 @@ def _samples_of(loader: Any) -> Any:
     is_iterable = isinstance(dataset, IterableDataset)
     try:
         if loader.batch_sampler is None:  # `batch_size=None`: the dataset has batches
+            # `batch_size=None`: the collate_fn of such a loader takes one entry.
             return loader.collate_fn(next(iter(dataset)) if is_iterable else dataset[0])
         few = range(0 if is_iterable else min(_SAMPLES, len(dataset)))
         return loader.collate_fn([dataset[i] for i in few] or [*islice(dataset, _SAMPLES)])
     except Exception:  # of samples that have other keys than numbers
+        # A worker would be a process started by a fork that is about to end.
         loader.num_workers = 0
         return next(iter(loader))

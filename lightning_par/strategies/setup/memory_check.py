@@ -77,6 +77,7 @@ class MemoryCheck:
             ConfigurationError: With what is needed, what there is, and the option that would fit.
         """
         is_sharded = self.options.zero_stage == 3 and self.sizes.data_shard > 1
+        # Without blocks FSDP has one unit, the whole model, and stage 3 saves nothing in a step.
         if is_sharded and not self.resolved.block_names:
             rank_zero_warn(
                 f"zero_stage=3: the plan of {type(self.module).__name__} names no blocks, so every "
@@ -86,6 +87,7 @@ class MemoryCheck:
         is_gpu = device.type == "cuda"
         if not is_gpu and self.options.offload_options is None:
             return
+        # All of it, and not what is free: another process may be about to end.
         memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
         said = self.explain_misfit(device=memory, host=available_memory())
         if said is not None:
@@ -111,6 +113,7 @@ class MemoryCheck:
         found = problems()
         if not found:
             return None
+        # Lazily, as each estimate walks over all parameters; the first that fits is named.
         fitting = (words for words, changes in self._alternatives() if not problems(**changes))
         hint = next(fitting, "more devices, or a smaller model")
         return f"{self.sizes} cannot hold the model: {', and '.join(found)}. Use {hint}."

@@ -86,7 +86,9 @@ class ParallelModel:
         stages.
         """
         self.steps.reads.agree("gather_state_dict")
+        # The state of a stage has names and shards of the parallel form only.
         with self.in_parallel_form():
+            # While FSDP has gathered a parameter, its place in the module holds the whole one.
             self.sharding.release()
             return self.states.gather_state(self.module.state_dict())
 
@@ -112,6 +114,7 @@ class ParallelModel:
         tensors = named_tensors(self.module)
         self.forms.show_parallel()
         try:
+            # A hook may have written to the whole form: its values are the present ones.
             self.states.copy_tensors(self.module, tensors)
             yield
         finally:
@@ -132,6 +135,7 @@ class ParallelModel:
                 f"full_parameter({name!r}): the model has no such parameter{nearest(name, known)}",
             )
         if self.forms.is_whole:
+            # In the whole form each rank has all of it, and nothing has to be sent.
             return self.module.get_parameter(name).detach().clone()
         self.steps.reads.agree(f"full_parameter({name!r})")
         with self.steps.reads.paused():
@@ -140,6 +144,7 @@ class ParallelModel:
     def _full_parameter(self, name: str, known: Mapping[str, str]) -> Tensor:
         self.sharding.release()
         named = dict(self.module.named_parameters(remove_duplicate=False))
+        # A tied weight may be held here under another of its names.
         here = next((named[n] for n, c in known.items() if c == known[name] and n in named), None)
         # Of another layout, as channels_last, other stages would take the entries in another order.
         plain = torch.contiguous_format
@@ -150,6 +155,7 @@ class ParallelModel:
         group = self.mesh.group("pp")
         stages: list[Any] = [None] * group.size()
         about = None if value is None else (tuple(value.shape), value.dtype)
+        # A stage that lacks the parameter learns its shape and dtype first, to make room for it.
         dist.all_gather_object(stages, about, group=group)
         owner = next(stage for stage, found in enumerate(stages) if found is not None)
         if value is None:

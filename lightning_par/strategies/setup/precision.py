@@ -50,7 +50,10 @@ class AdoptedPrecision:
         Args:
             plugin: The user's, or the copy itself.
         """
+        # Adopted once, as a second copy would lose the state of the scaler.
         if self._own is None or (plugin is not self._own.given and plugin is not self._own):
+            # Shallow: scaler, device and whatever the plugin holds are shared with the user's
+            # object, whose class and methods stay as they are.
             self._own = copy.copy(plugin)
             self._own.__class__ = mesh_precision(type(plugin))
             self._own.given = plugin
@@ -99,6 +102,8 @@ class MasterWeightPrecision(HalfPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
+            # Before the states of a checkpoint are loaded, which torch casts to the dtype of the
+            # weights.
             keep_dtypes(optimizer)
         connected: tuple[nn.Module, list[Optimizer], list[Any]] = super().connect(
             model, optimizers, lr_schedulers
@@ -113,8 +118,10 @@ class MasterWeightPrecision(HalfPrecision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
+        # Before the masters stand in: forward and backward run in bfloat16.
         result = closure()
         after_closure(self, model, optimizer)
+        # As Lightning does for a step that returned None: nothing is updated.
         if result is None and model.automatic_optimization:
             return None
         with masters_in_place(optimizer):
@@ -182,6 +189,7 @@ class Float8:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
                 if self._fits(child):
+                    # Without memory for weights, which the new map takes from the old one.
                     with torch.device("meta"):
                         made = linear.MXFP8Linear(
                             child.in_features,
@@ -189,6 +197,7 @@ class Float8:
                             bias=child.bias is not None,
                             kernel_preference=kernel,
                         )
+                    # The same objects: the plan, ties and the optimizer know them by identity.
                     made.weight, made.bias = child.weight, child.bias
                     parent.register_module(name, made)
 
@@ -196,6 +205,7 @@ class Float8:
         """Whether a module is a linear map of which every shard has whole blocks of numbers."""
         if not isinstance(module, nn.Linear):
             return False
+        # Of a shard: tensor parallelism divides one of the two sizes by `tensor`.
         multiple = FLOAT8_RECIPES[self.recipe].multiple * self.tensor
         return (
             module.in_features % multiple == 0

@@ -61,6 +61,7 @@ def _check(
     trainer: pl.Trainer, module: pl.LightningModule, options: MeshOptions, processes: MeshProcesses
 ) -> ResolvedPlan:
     sizes = processes.sizes
+    # From what costs least to what costs most, and from the user's options to the model's.
     check_trainer(trainer, module, sizes)
     check_whole(module)
     resolved = check_module(module, options, sizes)
@@ -73,6 +74,7 @@ def _check(
     )
     check_compiled(options, resolved, sizes, processes.device, accumulates=accumulates)
     if sizes.pipeline > 1:
+        # From the names of all parameters, which no stage has once the model is cut.
         processes.copy = find_copy(name for name, _ in module.named_parameters())
     memory = MemoryCheck(
         module=module,

@@ -36,6 +36,7 @@ def replace_parameters(
         state_like: Returns this rank's part of a state of a parameter.
     """
     live = {id(parameter) for parameter in now.values()}
+    # What stayed in the module needs no replacement; what another stage holds has no new one.
     table = {i: now.get(name, _ELSEWHERE) for i, name in before.items() if i not in live}
     replace = _Replacement(table, state_like)
     for optimizer in optimizers if table else ():
@@ -58,6 +59,7 @@ class _Replacement:
             return self._table.get(id(value), value)
         if type(value) is tuple:
             found = self._in_sequence(value)
+            # A pair of a parameter and its name, or its state, is nothing without the parameter.
             if any(each is _ELSEWHERE for each in found):
                 return _ELSEWHERE
             return tuple(found)
@@ -65,6 +67,7 @@ class _Replacement:
             return value
         self._seen[id(value)] = value
         if isinstance(value, Optimizer):
+            # Before the other attributes: a list of copies is known by the order of a group.
             rows = [list(map(self, group["params"])) for group in value.param_groups]
             self._rows += [*rows, [parameter for row in rows for parameter in row]]
             for held in vars(value).values():
@@ -84,6 +87,7 @@ class _Replacement:
             replaced = [new for old, new in zip(held, found, strict=True) if new is not old]
             of = replaced * len(found) if len(replaced) == 1 else []
         else:
+            # Only the order tells of which parameter a tensor in a list is the copy.
             of = next((row for row in self._rows if _fits(held, row)), [])
         if not of or (isinstance(held, tuple) and of[0] is _ELSEWHERE):
             return found
@@ -96,6 +100,7 @@ class _Replacement:
         return parameter if parameter is _ELSEWHERE else self._state_like(parameter, value)
 
     def _in_dict(self, held: dict[Any, Any]) -> None:
+        # Rebuilt in its order and in the same object, which others may hold.
         entries = list(held.items())
         held.clear()
         for key, value in entries:

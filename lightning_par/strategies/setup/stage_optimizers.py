@@ -53,13 +53,16 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
     if stages == 1:
         yield
         return
+    # On the class: each optimizer of torch calls it with the parameters as the user gave them.
     original = Optimizer.__init__
 
     def init(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         if not isinstance(params, Tensor):  # which torch refuses
+            # As lists: generators are read twice, for the places and for the members.
             given = [_with_list(entry) for entry in params]
             groups = given if any(isinstance(entry, dict) for entry in given) else [given]
             note_places(self, map(_members, groups))
+            # Torch refuses an empty list, but takes a group without members.
             params = _held_groups(given) or [{"params": []}]
         original(self, params, defaults)
 
@@ -128,6 +131,7 @@ def kept_by_optimizers(
     """
     if model is None or model.module is not module or not optimizers:
         return lambda _: None
+    # The names are those of the parallel form, whose parameters the optimizers hold.
     model.forms.show_parallel()
     names = [model.states.names_in_groups(module, optimizer) for optimizer in optimizers]
     model.forms.show_whole({})
@@ -138,6 +142,7 @@ def kept_by_optimizers(
             for group, members in zip(optimizer.param_groups, of_groups, strict=True):
                 held = group["params"]
                 pairs = [(p, named.get(n, p)) for p, n in zip(held, members, strict=True)]
+                # Another layout has other shards, whose states would not fit.
                 if all(local_part(old).shape == local_part(new).shape for old, new in pairs):
                     group["params"] = [new for _, new in pairs]
                     for old, new in pairs:
@@ -193,6 +198,7 @@ def prepare_optimizers(
     found = list(optimizers)
     if model.mesh.sizes.pipeline > 1:
         _check_parameters(found, model.mesh.group("pp"), device)
+    # The optimizer on the host has whole shards in memory of its own.
     if model.host is not None:  # its own check allows Adam alone
         return
     for optimizer in found:
@@ -211,6 +217,7 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
     across_shards = _has_shards(optimizer) and (
         reach is not None or not right_on_shards(optimizer, device)
     )
+    # Found by trying, on the parameters of this rank: if any rank needs it, all step alike.
     needs = torch.tensor([across_model, across_shards], device=device, dtype=torch.int)
     dist.all_reduce(needs, dist.ReduceOp.MAX)
     across_model, across_shards = (bool(need) for need in needs.tolist())

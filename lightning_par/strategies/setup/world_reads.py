@@ -28,6 +28,7 @@ def check_world_reads(make: Callable[[pl.Trainer], None], trainer: pl.Trainer) -
         make(trainer)
     if not places:
         return
+    # Read before the second call, which puts other optimizers into the Trainer.
     here = list(_numbers(trainer.optimizers))
     with noting_world_size([], 1):
         make(trainer)

@@ -29,17 +29,24 @@ def make_contrast(
         labels: Entries that are known to be labels.
     """
     assert dims.size is not None
+    # A batch of one sample is taken several times over: what is changed makes the copies differ.
     rows = [index % dims.size for index in range(2 * half)]
     taken = take_samples(batch, dims, rows)
     changed: dict[str, Tensor] = {}
     # A label that is ignored tells more than a 0, which may be a label like others.
     for rule in sorted(rules, key=lambda rule: not rule.ignored):
+        # Several rules may read one entry: it is changed once, for the likeliest of them.
         if rule.path is None or rule.path in changed:
             continue
         entry = batch_entry(taken, rule.path) if rule.path else taken
         given = batch_entry(batch, rule.path) if rule.path else batch
         value = rule.ignored or 0
+        # A class of an ordinary label must not become the ignored one: then the loss would not be
+        # that of any batch. It may if the entry holds it already, or if the step was seen to
+        # ignore it.
         if not value or rule.path in labels or bool((given == value).any()):
+            # Another divisor for each entry, so that rules of two entries do not weigh alike
+            # again.
             changed[rule.path] = _weaken(entry, value, half, len(changed) + 2)
     if not changed and dims.size > 1:
         return []
@@ -60,6 +67,7 @@ def _weaken(entry: Tensor, value: int, rows: int, divisor: int) -> Tensor:
         weaker = entry[:rows] / divisor
         entry[:rows] = weaker if entry.is_floating_point() else weaker.long().to(entry.dtype)
         return entry
+    # Two at least, as a mean over one label may be a special case of the step.
     for row in entry[:rows]:
         places = (row != value).nonzero()
         for place in places[max(2, -(-len(places) // divisor)) :].tolist():

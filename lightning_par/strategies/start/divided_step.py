@@ -87,6 +87,7 @@ class DividedLook:
 
         **Communicates**: what the step does, twice, and what was seen over all ranks.
         """
+        # Both runs see other numbers of tokens, so that dropout would differ in any case.
         with WithoutDropout():
             found = self._try(batch, dims, run, trains=True)
         if "" in found:
@@ -112,6 +113,8 @@ class DividedLook:
         **Communicates**: what the step does, twice, and what was seen over all ranks.
         """
         found = self._try(batch, dims, run, trains=False)
+        # On whole sequences all context ranks update a metric alike: summed over them, it would
+        # count everything `cp` times. So only the replicas are joined.
         group = self._mesh.data_group if found else self._mesh.token_group
         for fqn in self._metrics:
             metric: Any = self._module.get_submodule(fqn)
@@ -143,6 +146,8 @@ class DividedLook:
             whole, draws = run(few, count, None)
         except Exception as failure:
             if trains and not isinstance(failure, LightningParError):
+                # Only for its error, which names what cannot be divided; else that of the whole
+                # run is raised.
                 self._run_divided(few, count, run, trains=True)  # a refusal says more
             raise
         self._metrics = set(whole.metrics[0])
@@ -153,9 +158,12 @@ class DividedLook:
             if trains:
                 raise
             error = str(failure).removesuffix(" [lightning-par explain LP303]")
+        # Ranks that log other names would pair up different values in the reductions below.
         names = [call.name for call in seen.logs[0]] if seen is not None and seen.logs else []
         leaves = () if seen is None or trains else seen.leaves
         every: list[Any] = [None] * dist.get_world_size()
+        # All that can end the comparison on one rank is gathered first: the branches below are
+        # then the same on every rank, and so are the collectives in `_compared`.
         dist.all_gather_object(every, (error, leaves, names))
         for failed, left, logged in every:
             if failed:
@@ -167,6 +175,7 @@ class DividedLook:
         if seen is None or weights is None or draws:
             return {} if trains else {"": "it draws random numbers"}
         found = self._compared(whole, seen, weights, trains=trains)
+        # Merged, as a metric may differ on one rank only.
         dist.all_gather_object(every, found)
         found = {name: text for each in every for name, text in each.items()}
         if found.keys() - {""} and set(found.values()) != {_UNDECIDED}:
@@ -189,6 +198,7 @@ class DividedLook:
                 self._sequence.check()
             return seen, weights
         finally:
+            # Also after an error: attention would stay that of divided sequences.
             self._sequence.close()
 
     def _few(self, batch: Any, dims: BatchDims) -> tuple[Any, int]:
@@ -199,12 +209,14 @@ class DividedLook:
             longest = max((e.shape[d] for e, d in held.values()), default=1)
             tokens = min(longest, _TOKENS)
             degree = self._mesh.sizes.tensor if self._mesh.sizes.pipeline > 1 else 1
+            # Sequence parallelism under a pipeline needs T divisible by tp.
             tokens -= tokens % degree if tokens > degree else 0  # as the stages of a pipeline need
             long = {p: (e, d) for p, (e, d) in held.items() if e.shape[d] > tokens}
         except (LightningParError, IndexError):  # the step on its tokens will tell
             return batch, dims.size or 1
         few = with_entries(batch, {p: e.narrow(d, 0, tokens) for p, (e, d) in long.items()})
         size, most = dims.size or 1, max(2, _TOKENS // max(1, longest))
+        # A cut along an unsure dim would be a guess: then all samples are taken.
         if dims.size is None or dims.unsure or size <= most:
             return few, size
         return take_samples(few, dims, range(most)), most
@@ -227,6 +239,7 @@ class DividedLook:
         found = {}
         for name, (value, wanted) in values.items():
             text = f"{name or 'the loss'} is {value:.6g} on divided ones, {wanted:.6g} on whole"
+            # Absolute 1e-9: two losses of 0 differ by rounding only.
             if not math.isclose(value, wanted, rel_tol=tolerance, abs_tol=1e-9):
                 if math.isfinite(value) and math.isfinite(wanted):
                     found[name] = text

@@ -50,6 +50,8 @@ class EndOfRun:
         with ExitStack() as stack:
             for place, name in enumerate(_PROGRESS):
                 own = vars(pl.Trainer)[name]
+                # On the class, as `Trainer.global_step` is a property, which no instance can
+                # hide.
                 stack.enter_context(replaced(pl.Trainer, name, property(self._teller(own, place))))
             yield
 
@@ -74,6 +76,8 @@ class EndOfRun:
 
         **Communicates**: a number over all ranks; then as `look` and `weigh` do.
         """
+        # Whether the step asks may depend on the samples of a rank: one is enough for all of
+        # them.
         asked = torch.tensor(float(self._is_asked), device=self._module.device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         trainer, self._is_asked = self._module.trainer, False
@@ -83,6 +87,7 @@ class EndOfRun:
         weigher, was_told = self._weigher, self._first_look.is_told
         first, others, before = weigher.rule, weigher.alternatives, weigh()
         self._last = last
+        # `look` gives the weigher the rule of the last step, which must not stay.
         try:
             look()
             found, now = weigher.rule, weigh()
@@ -99,6 +104,8 @@ class EndOfRun:
         finally:
             self._last = None
             weigher.rule, weigher.alternatives = first, others
+        # By what they weigh in this batch, and not by their names: two rules may be the same one
+        # here.
         is_same = before.is_sum == now.is_sum and torch.allclose(before.shares, now.shares)
         differs = torch.tensor(float(not is_same), device=self._module.device)
         dist.all_reduce(differs, dist.ReduceOp.MAX)
@@ -117,11 +124,13 @@ def _last_step(trainer: pl.Trainer) -> tuple[int, int] | None:
     """Return the last global step and epoch of a fit; None where the run has no end."""
     most, epochs, batches = trainer.max_steps, trainer.max_epochs, trainer.num_training_batches
     accumulated = trainer.accumulate_grad_batches
+    # Steps of the optimizer, not batches: `accumulate_grad_batches` of them make one.
     steps = math.ceil(batches / accumulated) if math.isfinite(batches) else None
     ends = [] if most < 0 else [most]
     ends += [] if steps is None or epochs is None or epochs < 0 else [steps * epochs]
     if not ends:
         return None
+    # A run ends at whichever limit comes first; steps are counted from 0.
     last = max(0, min(ends) - 1)
     epoch = last // steps if steps else max(0, (epochs or 1) - 1)
     return last, epoch

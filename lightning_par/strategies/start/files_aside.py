@@ -33,6 +33,8 @@ def files_aside() -> Iterator[dict[Path, Path]]:
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         aside = _Aside(Path(folder))
+        # Savers write by many ways: safetensors by os.open, torch.save by name (which opens the
+        # file in C++), Hugging Face and Lightning write a temporary file and rename it.
         for owner, name, stands_in in (
             (builtins, "open", aside.open),
             (io, "open", aside.open),
@@ -71,6 +73,7 @@ class _Aside:
         """Return a function that calls the one or the other."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Threads of the process group, of loaders and of loggers write their own files.
             if threading.get_ident() != self._thread or not _is_of_the_step():
                 return plain(*args, **kwargs)
             return stands_in(plain, *args, **kwargs)
@@ -83,6 +86,7 @@ class _Aside:
             self._count += 1
             copy = self._folder / str(self._count) / path.name
             copy.parent.mkdir()
+            # A file that is opened to append, or in "r+", has what is there already.
             if path.is_file():
                 shutil.copyfile(path, copy)
             self.copies[path] = copy
@@ -95,11 +99,13 @@ class _Aside:
 
     def open(self, plain: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file, or the copy."""
+        # A descriptor, as from os.open, which has been redirected before.
         if isinstance(file, int):
             return plain(file, mode, *args, **kwargs)
         path = _absolute(file)
         if {*"wax+"}.intersection(mode) and self._is_copied(path):
             self._copy_of(path)
+        # Also to read, so that the step finds what it has written.
         return plain(self.copies.get(path, file), mode, *args, **kwargs)
 
     def open_descriptor(self, plain: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -114,6 +120,7 @@ class _Aside:
         if not self._is_copied(one) or kwargs:
             plain(source, target, **kwargs)
         elif one in self.copies or one.is_file():
+            # The target's own content is not needed: a rename replaces it.
             self._copy_of(one)
             self.copies[other] = self.copies.pop(one)
         else:
@@ -150,12 +157,14 @@ def _absolute(path: Any) -> Path:
 
 def _is_of_the_step() -> bool:
     """Whether no compiler, whose files stay, opens a file."""
+    # Frame 2 is the caller of the function that was replaced: 0 is this one, 1 is `call`.
     frame = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         package = name.partition(".")[0]
         if package in _COMPILERS or name.startswith(("torch._", "torch.utils.cpp")):
             return False
+        # Frames of ours are reached only after those of the step have passed.
         if package == "lightning_par":
             return True
         frame = frame.f_back  # type: ignore[assignment]

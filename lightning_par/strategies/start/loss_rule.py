@@ -55,6 +55,7 @@ _MARK = -100
 def _has_equal_rows(path: str, batch: Any) -> bool:
     entry: Tensor = batch_entry(batch, path)
     rows = entry.flatten(1).sum(1) if entry.ndim > 1 else entry
+    # One row for each sample: equal sums weigh all samples alike.
     return bool((rows == rows[:1]).all())
 
 
@@ -86,6 +87,7 @@ def candidate_rules(
     criterions = [m for m in module.modules() if isinstance(m, nn.CrossEntropyLoss | nn.NLLLoss)]
     values = [getattr(criterion, "ignore_index", None) for criterion in criterions]
     ignored = {value for value in values if isinstance(value, int)}
+    # -100 first, which has no other use; 0 last, as it is mostly a class or a padding token.
     for value in dict.fromkeys([_MARK, *sorted(ignored - {_MARK}), 0]):
         rules += [
             LossRule(
@@ -99,6 +101,8 @@ def candidate_rules(
                 shift=shift,
             )
             for path, ndim in integers
+            # Causal models compare the logits at t with the label at t + 1: the first column
+            # counts nowhere.
             for shift in range(2 if ndim > 1 else 1)
         ]
     rules += list(_summed(numbers))
@@ -113,11 +117,13 @@ def candidate_rules(
         for path, _ in integers
         for name, weight in classes.items()
     ]
+    # By name, as a declared rule may be one of the others; the first one stays.
     return list({rule.name: rule for rule in [*rules, SUM_OVER_SAMPLES]}.values())
 
 
 def _summed(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
     for path, ndim in entries:
+        # A tensor with more dims, as an image, is no weight of samples or tokens.
         if path and ndim <= 2:
             yield LossRule(
                 name=f"the mean weighted by {path!r}",
@@ -130,6 +136,7 @@ def _summed(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
 
 def _lengths(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
     """Give rules by which one whole number for each sample says how many tokens count."""
+    # [B, T]: the entry that has a token dim.
     tokens = next((path for path, ndim in entries if ndim == 2), None)
     for path, ndim in entries:
         if path and ndim == 1:
@@ -158,6 +165,7 @@ def _tokens_after(path: str, tokens: str, batch: Any, samples: int) -> Tensor:
 def _class_weights(
     batch: Any, dims: BatchDims, criterions: Sequence[nn.Module]
 ) -> Iterator[tuple[str, Tensor]]:
+    # An entry without a batch dim may hold the weights of the classes: [C].
     for path in dims.others:
         entry = batch_entry(batch, path)
         if isinstance(entry, Tensor) and entry.is_floating_point() and entry.ndim == 1:
@@ -186,13 +194,16 @@ def rule_error(
     Returns:
         The difference, relative to the largest of the losses.
     """
+    # Relative to the losses, as they are summed: 0 by 0 is no error.
     scale = max(abs(whole), *map(abs, parts)) or 1.0
     if rule.is_sum:
         return abs(whole - sum(parts)) / scale
     total = sum(weights)
+    # By such a rule the loss of these samples would not exist.
     if total <= 0 or min(weights) < 0:
         return float("inf")
     pairs = zip(weights, parts, strict=True)
+    # Only parts that weigh something: the loss of others may be NaN.
     return abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
 
 
@@ -207,8 +218,11 @@ def choose_rule(errors: Mapping[str, float], tolerance: float) -> list[str]:
             better, unless both differ by next to nothing.
     """
     best = min(errors.values(), default=math.inf)
+    # `not <=`, so that NaN fits nothing.
     if not best <= tolerance:
         return []
+    # Of rules that fit, those are kept whose error is of the size of the smallest one, or which
+    # is rounding: with 16-bit losses a tenth of the tolerance is still rounding.
     nothing = tolerance / (10 if tolerance > 1e-3 else 100)
     return [name for name, error in errors.items() if error <= max(10 * best, nothing)]
 
@@ -228,9 +242,12 @@ def choose_parts(
     for rule in rules:
         weights = [float(rule.weigh(row, 1)) for row in rows]
         if len(set(weights)) > 1:
+            # Sorted by weight, the lightest and the heaviest samples are the ends: there rules
+            # differ most.
             orders.append(sorted(range(count), key=weights.__getitem__))
 
     def parts_of(order: Sequence[int]) -> list[tuple[Any, int]]:
+        # In the order of the batch, as positions may matter to the step.
         low, high = sorted(order[:half]), sorted(order[-half:])
         return [(take_samples(batch, dims, part), len(part)) for part in (low + high, low, high)]
 
@@ -238,8 +255,10 @@ def choose_parts(
         """How many rules differ for these parts, of the likely ones and of all."""
         _, *halves = parts_of(order)
         weights = [[float(rule.weigh(*part)) for part in halves] for rule in rules]
+        # Rounded, as the shares of equal rules may differ in the last bit.
         shares = [round(w[0] / max(sum(w), 1e-30), 6) for w in weights]
         likely = [share for share, rule in zip(shares, rules, strict=True) if rule.is_likely]
+        # Likely rules first: it is more use to tell those apart than all the unlikely ones.
         return len({*likely}), len({*shares})
 
     return parts_of(max(orders, key=distinct))
@@ -251,6 +270,7 @@ def errors_of(
     """Return the error of every rule, the largest of all losses of a step; nothing if the parts
     have other numbers of them, or none.
     """
+    # Manual optimization may run another number of backwards on a part.
     if len({len(losses) for losses in seen.losses}) > 1 or not seen.losses[0]:
         return {}
     weights = {rule.name: [float(rule.weigh(*part)) for part in parts] for rule in rules}
@@ -278,12 +298,16 @@ def rules_seen(
         seen: For each batch, the calls of a cross-entropy.
         parts: The batches, with their numbers of samples.
     """
+    # Calls are compared one by one: each batch has to make the same ones.
     if not seen or any(len(loss) != 1 for loss in losses) or len({*map(len, seen)}) != 1:
         return None
     for calls in zip(*seen, strict=True):
         pairs = [(call.value, loss[0]) for call, loss in zip(calls, losses, strict=True)]
+        # A loss that is a call's value times a constant is its mean; with another term, the
+        # factor would change from batch to batch.
         if not all(call.is_mean for call in calls) or not _are_proportional(pairs):
             continue
+        # The number of labels that a cross-entropy takes its mean over.
         counts = [float((call.labels != call.ignored).sum()) for call in calls]
         fitting = [
             rule
@@ -324,9 +348,11 @@ def labels_seen(
 
 def _are_proportional(pairs: Sequence[tuple[float, float]]) -> bool:
     """Whether losses are the values of a call, or all the same number of times that."""
+    # Equal bits, which is the usual case; also where all are 0.
     if all(value == loss for value, loss in pairs):
         return True
     factors = [loss / value for value, loss in pairs if value]
+    # One pair has a factor in any case, and a value of 0 has none.
     if len(factors) < 2 or len(factors) < len(pairs):
         return False
     return max(factors) - min(factors) <= 1e-6 * abs(factors[0])
@@ -339,12 +365,14 @@ def _is_entry(rule: LossRule, batch: Any, call: SeenLoss) -> bool:
     entry = batch_entry(batch, rule.path) if rule.path else batch
     if not isinstance(entry, Tensor):
         return False
+    # `place` is where among the tensors of the batch the labels were found by identity.
     if call.place is not None and list(tensors_of(batch))[call.place] is not entry:
         return False
     entry = entry.cpu()
     if not rule.shift:
         return torch.equal(entry.flatten(), call.labels)
     shifted = entry[:, 1:]
+    # A step either drops the last position of the logits, or pads the labels by the ignored one.
     padded = F.pad(shifted, (0, 1), value=call.ignored) if shifted.ndim == 2 else shifted
     return any(torch.equal(found.flatten(), call.labels) for found in (shifted, padded))
 

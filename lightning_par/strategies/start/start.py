@@ -86,6 +86,7 @@ class RunStart:
             decisions.add("batches left out", told)
         self.after_look: dict[int, Callable[[], None]] = {}
         weigher, has_values = steps.weigher, steps.world.has_values
+        # One look for all replicas: it holds the state of the run's rule.
         given = weigher, steps.form, decisions, steps.count, has_values
         self._first_look = FirstLook(module, mesh, layout, *given)
         self.is_over, self._has_begun = False, False
@@ -97,6 +98,7 @@ class RunStart:
                 module, mesh, steps.sequence, layout, weigher, tolerance, has_values
             )
         self._met = dict[Any, EvaluationStep]()
+        # From here on the runner asks this object; it holds no other reference to the start.
         steps.form.again = self._look_again
         steps.looks = self
 
@@ -112,6 +114,7 @@ class RunStart:
 
         **Communicates**: what the step does, and what was seen over all ranks.
         """
+        # Only the first batch: later ones are divided in the same way.
         if self._divided_look is not None and not self._has_begun:
             self._divided_look.check_training(args[0], *self._tried("training_step", context, args))
             self._end_look()
@@ -141,15 +144,21 @@ class RunStart:
         steps, looks, batch = self.steps, self._first_look, args[0]
         if not self._has_begun:
             self._has_begun = True
+            # Layers may be frozen in a hook of the fit: so not before the first batch.
             if not steps.batch_layout.local_statistics:
                 check_batch_statistics(steps.module, steps.mesh, count)
         looks.share = steps.share
         if looks.is_due(batch, dims.size or 1, count, known):
+            # With one replica and one micro-batch nothing was cut, and no dims had to be found
+            # yet.
             found = dims if dims.size is not None else steps.dims.find(batch, must_know=False)
             few, found = self._shown(batch, found)
             run = partial(self._look, "training_step", context, args[1:], size=found.size or 1)
             looks.look(few, found, count, run)
+            # size=0: the step may fail with the numbers of the last step, which tells nothing of
+            # this one.
             at_end = partial(looks.look, few, found, count, partial(run, size=0))
+            # After the look at the first step, with which it is compared.
             self._end_of_run.look(at_end, lambda: steps.weigher.weigh(*steps.cut(batch)))
             self._end_look()
         self.is_over = looks.is_over
@@ -170,6 +179,7 @@ class RunStart:
 
         **Communicates**: then what the step does, and the results over all ranks.
         """
+        # By data loader (args[2:] is its number): each may give batches of another form.
         steps, key, look = self.steps, (name, *args[2:]), self._divided_look
         known = self._met.get(key)
         if known is None or (look is not None and look.is_unsettled(key, *args[1:2])):
@@ -187,6 +197,8 @@ class RunStart:
             # Replicas may predict unequal numbers of batches.
             is_alone = predicts and sizes.data > 1
             if sizes.world_size > 1 and not known.is_divided and not is_alone:
+                # The step that is looked at sees whole sequences, so that its weights are those
+                # of whole ones.
                 with steps.weigher.on_whole_sequences():
                     dims = steps.dims_of(args[0], predicts=predicts)
                     batch, dims = self._shown(args[0], dims)
@@ -197,6 +209,8 @@ class RunStart:
         self, name: str, args: Sequence[Any], known: EvaluationStep
     ) -> AbstractContextManager[list[Any]]:
         """Surrounds an evaluation step; see `EvaluationProof.proved`."""
+        # Asked anew: the plugin is adopted, and the model put on the mesh, after this object is
+        # made.
         strategy: Any = self.steps.module.trainer.strategy
         model, plugin = strategy.parallel_model, strategy.precision_plugin
         return self._evaluations.proved(model, plugin, name, args, known)
@@ -214,6 +228,7 @@ class RunStart:
 
     def _shown(self, batch: Any, dims: BatchDims) -> tuple[Any, BatchDims]:
         """Return what of a batch is looked at: one sample, if another replica has no more."""
+        # A look has collectives for each part: replicas have to look at the same number of them.
         if self.steps.most > 1 or dims.size in (None, 1):
             return batch, dims
         return take_samples(batch, dims, [0]), replace(dims, size=1)
@@ -230,6 +245,7 @@ class RunStart:
         def run(
             batch: Any, samples: int, group: dist.ProcessGroup | None
         ) -> tuple[StepReport, bool]:
+            # On divided sequences failures are noted (size 0), as other ranks may not fail.
             steps.random, size = random, samples if group is None else 0
             parts = [(batch, samples)]
             seen, _ = self._look(name, context, args[1:], parts, size=size, group=group)
@@ -311,15 +327,19 @@ class RunStart:
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
         steps, batches = self.steps, [batch for batch, _ in parts]
+        # Watched on every rank: some of what it gives is reduced over a group.
         watch = _LookWatch(steps.module, batches, sharpens=made, group=group)
         random = steps.random
         if made:  # which says nothing of how the step draws, and may fail
             steps.random, size = steps.random_of(name), 0
+        # `untouched` notes parameters and puts them back: those of FSDP have to be the shards.
         steps.sharding.release()  # gathered weights are gone before they could be put back
         try:
             with (
                 untouched(steps.module),
                 silent(steps.module.trainer.loggers) as watch.has_written,
+                # Parts have other shapes: torch.compile would compile the blocks anew for each of
+                # them.
                 torch.compiler.set_stance("force_eager"),
                 self._end_of_run.watched() if name == "training_step" else nullcontext(),
                 steps.random.look([n for _, n in parts], size, steps.tokens_of(batches[0])),
@@ -329,7 +349,10 @@ class RunStart:
                 else:
                     refusal = steps.random.refusal
                     seen = steps.pipeline.look(context, batches, rest, refusal, name, watch)
+                # Inside, as `look` ends the states of the generators that are judged.
                 is_random = steps.random.judge(divides=len(batches) > 1)
+        # Also after an error that a caller takes as an answer: the next step runs as if nothing
+        # was.
         finally:
             steps.random = random
             steps.form.reads_factors |= watch.losses.has_zero
@@ -350,6 +373,7 @@ def _generates(module: nn.Module, name: str) -> bool:
         names = names_in(function) if function is not None else set()
         if not names.isdisjoint(("generate", "past_key_values")):
             return True
+        # Only the user's own methods are followed; those of Lightning have no cache of tokens.
         own = {n for n in names - seen if inspect.isfunction(getattr(kind, n, None))}
         places += own
         seen |= own

@@ -50,6 +50,8 @@ def try_step(
         nonlocal leaves
         calls: list[LogCall] = []
         step = partial(steps.call, getattr(module, name), (batches[index], *rest))
+        # Each batch begins from the state of the step, but for what samples change in it: that
+        # stays, so that `ends` shows the parts one after the other.
         with state.next_part():
             with (
                 context(),
@@ -73,6 +75,7 @@ def try_step(
     if learns:
         last = len(batches) - 1
         _learn_buffers(steps, before, ends, last, lambda index: run(index, nullcontext()))
+        # Runs of `again` and `alone` are no parts of the batch.
         del losses[len(batches) :]
     return watch.report(losses=losses, logs=logs, leaves=leaves)
 
@@ -96,6 +99,7 @@ def _learn_buffers(
     module = steps.module
 
     def again() -> list[dict[str, Tensor]]:
+        # `run` appends to `ends`; only what these runs have added is given.
         done = len(ends)
         for index in range(1, last + 1):
             run(index)
@@ -105,6 +109,7 @@ def _learn_buffers(
         now = buffers_of(module)
         put_buffers(module, {name: value.clone() for name, value in before.items()})
         run(last)
+        # As if it had not run: the parts that were run before are still to be compared.
         put_buffers(module, now)
         return ends.pop()
 

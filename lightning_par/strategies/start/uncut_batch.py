@@ -43,6 +43,8 @@ def run_parts(
         refusal = error
     if refusal.code == "LP303" and len(parts) > 1:
         # Not while the refusal is handled, which would be told first.
+        # Outside of the handler: an error here would be shown as "during handling of another
+        # one".
         seen, is_random = run([whole])
         if takes_whole is not None and takes_whole(seen):
             return seen, is_random

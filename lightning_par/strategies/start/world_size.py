@@ -52,6 +52,7 @@ def compares_world_sizes(
         def look(runner: Any, name: str, *args: Any, **kwargs: Any) -> tuple[StepReport, bool]:
             (mesh, is_proved), sizes = about(runner), about(runner)[0].sizes
             run = partial(method, runner, name, *args, **kwargs)
+            # Only replicas: their number is the number of processes, as under DDP.
             is_plain = sizes.data == sizes.world_size
             # Samples that are made up, and divided ones, may fail on some ranks alone.
             is_extra = kwargs.get("made") or kwargs.get("group") is not None
@@ -72,12 +73,15 @@ def _look(
 ) -> tuple[StepReport, bool]:
     sizes, places, ranks = mesh.sizes, list[str](), list[str]()
     with noting_world_size(places), noting_rank(ranks):
+        # The plain look comes first, and is the one that counts; others only compare.
         found = look()
+    # Gathered, as only some ranks may ask: all of them run the look again, or none.
     read, asked = _gathered(next(iter(places), "")), _gathered(next(iter(ranks), ""))
     if not read and not asked:
         return found
     count, place = (1, 0) if is_plain else (sizes.data, mesh.data_group.rank())
     try:
+        # Once more without a change: what differs now differs by itself.
         again = _seen(look()[0])  # a time that is logged differs by itself
         # As if it may fail: it may need as many tensors as it has gathered.
         with noting_world_size([], count):
@@ -88,6 +92,7 @@ def _look(
             raise
         _warn(step, read or asked, str(error))
         return found
+    # Ranks may see other differences: the first one speaks for all.
     text, code = _gathered(_of_size(found[0], of_size, again, read, sizes, count)), "LP416"
     if not text:
         text, code = _gathered(_of_rank(found[0], of_rank, again, asked, mesh, place)), "LP419"
@@ -160,6 +165,7 @@ def _differing(pairs: Numbers, others: Numbers, again: Numbers) -> list[tuple[st
     return [
         (name, value, other)
         for (name, value), (_, other), (_, same) in zip(pairs, others, again, strict=False)
+        # NaN is left out; so is what the second plain look gave otherwise.
         if not math.isclose(value, other, rel_tol=1e-6) and value == value == same
     ]
 

@@ -61,9 +61,11 @@ class GradientBucket:
         self, number: int, gradients: Sequence[Tensor], absent: Collection[int] = ()
     ) -> None:
         self.number = number
+        # A copy, which `reduce` overwrites; the caller puts the means back.
         self._buffer = torch.cat([g.reshape(-1) for g in gradients])
         parts = self._buffer.split([g.numel() for g in gradients])
         pairs = zip(parts, gradients, strict=True)
+        # torch's hooks read the number of rows, which a scalar lacks.
         self._gradients = [part.view(g.shape if g.ndim else (1,)) for part, g in pairs]
         ends = list(accumulate(part.numel() for part in parts))
         self.absent = [slice(ends[i] - parts[i].numel(), ends[i]) for i in sorted(absent)]
@@ -138,9 +140,14 @@ class _ErrorFeedback:
 
     @torch.no_grad()
     def reduce(self, bucket: GradientBucket) -> None:
+        # flat: [n] gradients of this step; owed: [n] in float32 or wider, as it collects small
+        # errors.
         flat, owed = bucket.buffer(), self._owed.get(bucket.number)
         wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+        # In place: `owed` is not needed any more, and becomes what is owed next.
         total = flat.to(wide, copy=True) if owed is None else owed.add_(flat)
+        # The parameter of an absent gradient takes nothing in this step, so nothing of it may be
+        # sent.
         kept = _set_aside(total, bucket.absent)
         flat.copy_(self._exchange(bucket, total))
         _put_back(total, kept)
@@ -191,6 +198,7 @@ class _LowRank(_ErrorFeedback):
         self._rank = rank
         self._bases: dict[int, list[Tensor]] = {}
 
+    # matrix: [rows, columns]; basis Q: [columns, r]; left P: [rows, r]; right R: [columns, r].
     def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
         mean = torch.empty_like(total)
         sizes = [g.numel() for g in bucket.gradients()]
@@ -207,16 +215,22 @@ class _LowRank(_ErrorFeedback):
             bases = [self._start(matrix, i) for i, (matrix, _) in enumerate(narrowed)]
         lefts = [matrix @ basis for (matrix, _), basis in zip(narrowed, bases, strict=True)]
         sums = sum_together([*lefts, *(matrix for matrix, _ in whole)], self._group)
+        # From equal sums QR gives equal bits, so that all ranks have the same P without a
+        # message.
         lefts = [torch.linalg.qr(left).Q for left in sums[: len(lefts)]]
         pairs = zip(narrowed, lefts, strict=True)
+        # R is linear in M: the mean of the R of all ranks is the R of the mean gradient.
         parts = [matrix.T @ left / self._group.size() for (matrix, _), left in pairs]
         rights = sum_together(parts, self._group)
         for (matrix, target), left, right in zip(narrowed, lefts, rights, strict=True):
             torch.matmul(left, right.T, out=target)
+            # What this rank's gradient has beyond the product that arrived is owed.
             matrix -= target
         for (matrix, target), found in zip(whole, sums[len(lefts) :], strict=True):
             torch.div(found, self._group.size(), out=target)
             matrix.zero_()
+        # Warm start: the R of this step is a power iteration for the
+        # next.
         self._bases[bucket.number] = [torch.linalg.qr(right).Q for right in rights]
         return mean
 
@@ -247,9 +261,11 @@ class _Largest(_ErrorFeedback):
     def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
         count = math.ceil(self._density * total.numel())
         places = total.abs().topk(count, sorted=False).indices
+        # int32 places: a bucket is far below 2**31 entries, and places are half of the message.
         message = _as_bytes(total[places], places.int())
         total[places] = 0
         mean = torch.zeros_like(total)
+        # Added rank by rank in the same order everywhere: see Note [Equal bits].
         for row in all_gather(message[None], 0, self._group):
             values, at = row.split([count * total.element_size(), count * 4])
             # Copies, as a view of a wider dtype has to begin at a multiple of its size.
@@ -266,15 +282,20 @@ class _EightBits(_ErrorFeedback):
 
     def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
         ranks, entries = self._group.size(), total.numel()
+        # Entries of the part of one rank, in whole blocks; all parts have the same size, by
+        # padding.
         size = -(-entries // (ranks * _BLOCK)) * _BLOCK
         padded = F.pad(total, (0, ranks * size - entries)).view(ranks, size)
         message = _to_eight_bits(padded)
+        # Error of the first rounding: what arrives of this rank is the rounded value.
         total -= _from_eight_bits(message, total.dtype).flatten()[:entries]
         parts = torch.empty_like(message)
         dist.all_to_all_single(parts, message, group=self._group)
         mean = _from_eight_bits(parts, total.dtype).sum(0, keepdim=True).div_(ranks)
         if bucket.number in self._made:
             mean += self._made[bucket.number]
+        # This rank makes the mean of the entries [first, first + size), and keeps its rounding
+        # error.
         first = self._group.rank() * size
         kept = _set_aside(mean[0], _within(bucket.absent, first, first + size))
         message = _to_eight_bits(mean)
@@ -282,6 +303,7 @@ class _EightBits(_ErrorFeedback):
         _put_back(mean[0], kept)
         self._made[bucket.number] = mean
         means = all_gather(message, 0, self._group)
+        # Every rank decodes the same bytes, also of the part that it made itself.
         return _from_eight_bits(means, total.dtype).flatten()[:entries]
 
     def rescale(self, factor: float) -> None:

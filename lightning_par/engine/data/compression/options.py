@@ -67,6 +67,7 @@ class GradientCompression:
             dtype: Dtype of the gradient.
             replicas: Number of replicas, which share the second rounding of "int8".
         """
+        # Errors are kept in float32 at least, as `_ErrorFeedback` does.
         wide = max(4, dtype.itemsize)
         each = {"topk": wide, "int8": wide * (1 + 1 / replicas), "powersgd": wide}
         return round(entries * each.get(self.method, 0))

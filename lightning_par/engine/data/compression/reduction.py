@@ -48,6 +48,7 @@ class CompressedGradients:
     ) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}
         # The last ones have their gradients first, as in the buckets of torch.
+        # The order decides the buckets, and has to be the same on every rank.
         self.parameters = tuple(parameters.values())[::-1]
         self._group, self._options, self._device, self._dtype = group, options, device, dtype
         self._buckets: list[list[nn.Parameter]] = []
@@ -72,9 +73,13 @@ class CompressedGradients:
         number over all ranks, then the gradients in buckets, see `methods.py`.
         """
         self._arrange()
+        # Decided together, before anything is sent: a rank that compressed while another did not
+        # would wait in another collective.
         used, finite = self._used(loss)
         compresses = finite and self._steps >= self._options.start_step
         self._steps += 1
+        # With a grad scaler gradients are multiples of the scale; what is owed of earlier ones is
+        # brought to the present scale.
         if compresses and scale != self._scale:
             self._compressor.rescale(scale / self._scale)
             self._scale = scale
@@ -121,11 +126,14 @@ class CompressedGradients:
             [[self._names[p], str(p.dtype), *local_part(p).shape] for p in bucket]
             for bucket in self._buckets
         ]
+        # start_step and density change no shape: a run may go on with others.
         return [options.method, options.rank, str(self._dtype), entries]
 
     def _arrange(self) -> None:
         """Fill the buckets, the same in every step unless other parameters train."""
         wanted = [p for p in self.parameters if p.requires_grad and local_part(p).numel()]
+        # Layers are frozen or thawed on all ranks alike, so that all of them fill the buckets
+        # anew.
         if set(wanted) == {p for bucket in self._buckets for p in bucket}:
             return
         if self._buckets:
@@ -146,12 +154,16 @@ class CompressedGradients:
             double = any(grad.dtype is torch.float64 for grad in gradients)
             dtype = torch.float64 if double else torch.float32
             norms: Any = foreach_norm(gradients, 2, dtype=dtype)
+            # 1 for each gradient that is there; NaN or infinite times 0 is NaN, which the sum
+            # keeps.
             counts[places] = (torch.stack(norms) * 0 + 1).float()
         dist.all_reduce(counts, group=self._group)
         finite = counts.isfinite().all()
         if loss is not None:
             finite &= loss.isfinite().all().to(self._device)
         everywhere = finite.float()
+        # Over the world: a norm that is not finite on one stage leaves the step out on all of
+        # them.
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         used = {p for p, count in zip(wanted, counts.tolist(), strict=True) if count}
         return used, bool(everywhere)
@@ -162,6 +174,7 @@ class CompressedGradients:
         if grad is None:
             return torch.zeros_like(local_part(parameter), dtype=self._dtype)
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+            # A gradient may come with another placement than its parameter, as Partial.
             parameter.grad = grad = grad.redistribute(placements=parameter.placements)
         return local_part(grad).to(self._dtype or grad.dtype)
 

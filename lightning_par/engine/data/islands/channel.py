@@ -75,6 +75,7 @@ class Channel:
     ) -> None:
         self._socket = connection
         self.sent = self.received = 0
+        # Messages of each direction, sent and received: part of every mac.
         self._counts = [0, 0]
         try:
             _keep_alive(connection)
@@ -90,6 +91,8 @@ class Channel:
         if is_server:
             self._write(_MAGIC + mine)
             nonces = mine + bytes(self._read(32))
+            # The server proves itself last: a stranger learns nothing that it could use
+            # elsewhere.
             _check(self._read(_MAC), _mac(key, b"client proof", nonces), "does not know the key")
             self._write(_mac(key, b"server proof", nonces))
         else:
@@ -101,6 +104,7 @@ class Channel:
             except MessageError as error:
                 raise MessageError("closed the connection; has it the same key?") from error
             _check(proof, _mac(key, b"server proof", nonces), "does not know the key")
+        # One for each direction, so that a message cannot be sent back to who sent it.
         keys = [_mac(key, b"from server", nonces), _mac(key, b"from client", nonces)]
         self._keys = keys if is_server else keys[::-1]
 
@@ -123,6 +127,8 @@ class Channel:
         text = json.dumps(header, separators=(",", ":")).encode()
         assert len(text) <= _HEADER_LIMIT
         lengths = _LENGTHS.pack(len(text), len(payload))
+        # Lengths are signed by themselves: the reader allocates by them before it can check the
+        # rest.
         self._write(lengths + self._sign(0, lengths))
         self._write(text)
         self._write(payload)
@@ -141,6 +147,7 @@ class Channel:
         lengths = self._read(_LENGTHS.size)
         _check(self._read(_MAC), self._sign(1, lengths), "sent a forged or repeated message")
         header_length, length = _LENGTHS.unpack(lengths)
+        # Checked although signed: the limit is what the state of the conversation allows.
         if header_length > _HEADER_LIMIT or length > limit:
             raise MessageError(
                 f"sent {header_length:,} + {length:,} bytes; at most {_HEADER_LIMIT:,} + {limit:,} "
@@ -163,6 +170,8 @@ class Channel:
             try:
                 self._socket.recv(1)
             except (BlockingIOError, ssl.SSLWantReadError):
+                # Nothing to read is what a waiting peer has; b"" means that it closed the
+                # connection.
                 return True
             finally:
                 self._socket.setblocking(True)
@@ -170,16 +179,19 @@ class Channel:
 
     def close(self) -> None:
         """End the connection, also for a thread that waits for it."""
+        # shutdown wakes a thread that is blocked in recv, which close alone does not on Linux.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _sign(self, side: int, *parts: bytes | bytearray | memoryview) -> bytes:
         self._counts[side] += 1
+        # Counted before use, on both sides alike: a message that is dropped or repeated fails.
         return _mac(self._keys[side], self._counts[side].to_bytes(8), *parts)
 
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
+        # In pieces, as the time that is left is set again before each of them.
         for low in range(0, len(view), _CHUNK):
             self._set_remaining_time()
             self._socket.sendall(view[low : low + _CHUNK])
@@ -213,6 +225,7 @@ def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
 
 
 def _check(found: bytes | bytearray, wanted: bytes, text: str) -> None:
+    # In constant time, as a comparison that stops early would tell how much was right.
     if not hmac.compare_digest(found, wanted):
         raise MessageError(f"{text}.")
 
@@ -220,6 +233,7 @@ def _check(found: bytes | bytearray, wanted: bytes, text: str) -> None:
 def _keep_alive(connection: socket.socket) -> None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
+    # TCP_NODELAY: header, payload and mac are small writes of one message.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

@@ -66,10 +66,12 @@ class _Held:
 
     def now(self) -> Tensor:
         """Return a copy of the values on the CPU, in the dtype of the exchange."""
+        # A copy even if nothing has to be converted: training goes on in these values.
         return self.values.detach().to("cpu", self.base.dtype, copy=True)
 
     def start(self) -> Tensor:
         """Return the base as the values had it; they may have fewer bits."""
+        # bfloat16 values cannot hold the base: the movement is counted from what they could hold.
         return self.base.to(self.values.dtype).to(self.base.dtype)
 
 
@@ -138,6 +140,7 @@ class IslandClient:
         self._held = [_hold(piece, sends, trained) for piece in pieces]
         self._channel: Channel | None = None
         self._closed = threading.Event()
+        # One thread, so that messages of this rank keep their order.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="islands")
         self._flight: _Flight | None = None
         self._fragments: list[list[_Held]] = []
@@ -145,6 +148,7 @@ class IslandClient:
         self._own_steps = self._exchange = self._first = self._samples = 0
         self._samples_before = [0] * outer.fragments
         self._left_at = [0] * outer.fragments
+        # Share of the fastest island's pace, and the own step at which the next movement leaves.
         self._share, self._next = 1.0, 0
         self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
         self.step = 0
@@ -177,6 +181,7 @@ class IslandClient:
     def _stride(self) -> int:
         """Own steps from the last exchange to the next one."""
         every, count, turn = self._outer.every, self._outer.fragments, self._first + self._exchange
+        # Differences of rounded-down multiples: over `count` turns they add up to `every`.
         steps = (turn + 1) * every // count - turn * every // count
         return max(1, round(steps * self._share)) if self._outer.adapt else steps
 
@@ -189,6 +194,7 @@ class IslandClient:
         """
         header, payload = self._try(lambda: self._connect(None))
         regions = [held.region for held in self._held]
+        # Everything the islands share, also frozen parameters, which are sent once.
         for held, new in zip(
             self._held, read_regions(memoryview(payload), regions, "none", alone=False), strict=True
         ):
@@ -198,6 +204,7 @@ class IslandClient:
         self._fragments = [[h for h in self._held if h.region.name in set(part)] for part in names]
         self._versions = [(header["era"], version) for version in header["versions"]]
         self._first, self._share, missed = header["start"]
+        # What the others did since their last exchange counts as made, so that all come together.
         self._next = max(1, self._stride - missed)
         self.step, self.place = header["step"], header["place"]
 
@@ -219,6 +226,7 @@ class IslandClient:
         self.step += 1
         flight = self._flight
         is_due = self._own_steps == self._next
+        # At most one movement is on its way, and it has to be back `overlap` steps later.
         if flight is not None and (is_due or self._own_steps >= flight.step + self._outer.overlap):
             self._finish()
         if is_due:
@@ -228,6 +236,7 @@ class IslandClient:
 
     def settle(self) -> None:
         """Wait for the answer to what was sent, unless training goes on meanwhile."""
+        # In step: with an overlap the answer is taken by a later `send`.
         if self._flight is not None and not self._outer.overlap:
             self._finish()
         self._clock = time.monotonic()
@@ -249,6 +258,7 @@ class IslandClient:
         following = self._first + self._exchange
         for turn in range(following, following + self._outer.fragments):
             number = turn % self._outer.fragments
+            # A fragment that left after the last step has nothing new to send.
             if self._own_steps > self._left_at[number]:
                 self._start(number)
                 self._finish()
@@ -272,6 +282,7 @@ class IslandClient:
 
     def close(self) -> None:
         """End the connection, also while something is on its way."""
+        # Before the connection ends, so that the thread does not try again.
         self._closed.set()
         self._disconnect()
         self._pool.shutdown()
@@ -289,8 +300,11 @@ class IslandClient:
                     f"{self._own_steps} steps of island {self._place.island}; its movement was "
                     "not sent. Restart the island: it takes the weights of the server.",
                 )
+            # Other ranks of the island hold the same box, and one of them sends it.
             if held.region.sends:
                 moved = held.start() - now
+                # What encoding left out of earlier movements; see Note [Two copies] for the way
+                # back.
                 moved = moved if held.owed is None else moved.add_(held.owed)
                 coded = encode(moved, self._outer.quantize)
                 if self._outer.quantize != "none":
@@ -299,6 +313,7 @@ class IslandClient:
         header = {
             "op": "move",
             "fragment": number,
+            # The same on all ranks of the island, which count the same steps.
             "ticket": f"{self._place.incarnation}-{self._own_steps}",
             "base": self._versions[number],
             "samples": self._samples - self._samples_before[number],
@@ -307,8 +322,10 @@ class IslandClient:
             "pace": round(1e6 * self._spent / max(1, self._own_steps - self._paced_at)),
         }
         self._spent, self._paced_at = 0.0, self._own_steps
+        # Samples since this fragment left last: what the movement was learned from.
         self._samples_before[number] = self._samples
         self._left_at[number] = self._own_steps
+        # In the thread, as `overlap` steps may run meanwhile.
         answer = self._pool.submit(self._deliver, header, b"".join(parts))
         self._flight = _Flight(number, self._own_steps, there, answer)
 
@@ -324,9 +341,12 @@ class IslandClient:
         kind = "none" if whole else self._outer.quantize
         new = read_regions(memoryview(payload), [held.region for held in parts], kind, alone=False)
         for held, values, before in zip(parts, new, flight.there, strict=True):
+            # The server sends the weights where this island's base is not that of the update.
             held.base = values if whole else held.base.add_(values)
             # And what was learned meanwhile; without overlap that is 0.
             held.values.copy_(held.base + (held.now() - before))
+        # The next movement says from which version it starts; see Note [Versions] in
+        # `meeting.py`.
         version, base = (header["era"], header["version"]), self._versions[flight.number]
         self._versions[flight.number] = version
         self.step = max(self.step, header["step"])
@@ -342,6 +362,8 @@ class IslandClient:
             )
         )
         self._share = header["share"]
+        # Counted from where the movement left, so that a late answer does not shift all later
+        # ones.
         self._next = max(self._own_steps + 1, flight.step + self._stride)
 
     def _deliver(self, header: dict[str, Any], payload: bytes) -> Answer:
@@ -349,9 +371,12 @@ class IslandClient:
 
         def exchange() -> Answer:
             era, channel = header["base"][0], self._channel
+            # The connection was lost: the ticket tells the server which answer is still owed.
             if channel is None:
                 welcome, values = self._connect((header["fragment"], header["ticket"]))
                 number, era = header["fragment"], welcome["era"]
+                # It was merged, and only the answer was lost: the welcome has brought the
+                # weights.
                 if welcome["counted"][number] == header["ticket"]:
                     answer = {"version": welcome["versions"][number], "era": era}
                     about = {"step": welcome["step"], "islands": [], "late": [], "movements": []}
@@ -374,9 +399,12 @@ class IslandClient:
         while True:
             try:
                 answer: Answer = exchange()
+            # OSError covers connections, time limits and MessageError; anything else ends the
+            # run.
             except OSError as error:
                 self._disconnect()
                 left = end - time.monotonic()
+                # A certificate that is wrong now is wrong in a second.
                 hopeless = self._closed.is_set() or isinstance(error, ssl.SSLCertVerificationError)
                 if left <= 0 or hopeless:
                     raise IslandError(
@@ -390,6 +418,8 @@ class IslandClient:
                         "island %d rank %d: the server at %s is away (%s); trying again for %.0f s",
                         *(self._place.island, self._place.rank, self._place.server, error, left),
                     )
+                # Not sleep: `close` ends the wait. Random, so that ranks do not come back all at
+                # once.
                 self._closed.wait(min(left, _RETRY * (1 + random.random())))
             except BaseException:
                 self._disconnect()
@@ -407,6 +437,7 @@ class IslandClient:
             context = ssl.create_default_context(cafile=self._outer.ca_file)
             connection = context.wrap_socket(connection, server_hostname=host)
         channel = self._channel = Channel(connection, self._place.key, is_server=False)
+        # `close` may have run between the connection and its channel, and would not see it.
         if self._closed.is_set():  # `close` came while this connected
             raise ConnectionError("closed")
         channel.set_timeout(self._outer.timeout)
@@ -422,6 +453,7 @@ class IslandClient:
         )
         channel.send(hello.header())
         answer, payload = channel.receive(self._limit())
+        # The first island of a run gives the model; each of its ranks the boxes that it sends.
         if answer["op"] == "seed":
             seeds = [h for h in self._held if h.region.sends]
             packed = (encode(h.base, "none").pack(h.region.alone) for h in seeds)
@@ -440,6 +472,7 @@ class IslandClient:
 
     def _limit(self) -> int:
         """Return the bytes of the longest answer."""
+        # 8 bytes for each entry in any encoding, and room for scales.
         return sum(torch.Size(h.region.size).numel() * 8 + 16 for h in self._held)
 
     def _disconnect(self) -> None:
@@ -451,6 +484,7 @@ class IslandClient:
 
 
 def _hold(piece: Piece, sends: frozenset[Box], trained: frozenset[str]) -> _Held:
+    # Movements are differences of nearly equal numbers, which 16 bits would lose.
     wide = torch.float64 if piece.values.dtype is torch.float64 else torch.float32
     region = Region(
         name=piece.box.name,

@@ -46,10 +46,12 @@ class Coded:
 
     def pack(self, box: Box) -> bytes:
         """Return the bytes of a box of the tensor."""
+        # Of the box's entries, in order; scales only of the blocks that it touches.
         codes = cut(self.codes, box).contiguous().view(-1)
         scales = self.scales
         if self.kind in _LARGEST:
             scales = scales[_blocks(box, tuple(self.codes.shape))[0]]
+        # codes + 7 is 0 to 14, which fits into 4 bits; an odd last entry is paired with a 0.
         if self.kind == "int4":
             low, high = F.pad(codes + 7, (0, codes.numel() % 2)).view(torch.uint8).view(-1, 2).T
             codes = low | (high << 4)
@@ -74,6 +76,7 @@ def encode(values: Tensor, kind: Quantization) -> Coded:
     if kind == "bf16":
         return Coded(kind, values.bfloat16(), torch.empty(0))
     flat = values.reshape(-1)
+    # By the flattened whole tensor: the same numbers share a scale on whatever mesh.
     blocks = F.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
     # A block of zeros would be divided by a scale of 0.
     scales = blocks.abs().amax(1).float().clamp_(min=torch.finfo(torch.float32).tiny)
@@ -106,12 +109,15 @@ def decode(
     entries = torch.Size(box.shape).numel()
     if not entries:
         return torch.empty(box.shape, dtype=dtype)
+    # A copy, as the memory of a message is reused, and torch wants it writable.
     read = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if kind not in _LARGEST:
         return read.view(torch.bfloat16 if kind == "bf16" else dtype).view(box.shape).to(dtype)
     length = entries if kind == "int8" else -(-entries // 2)
+    # A copy: a view as float32 has to begin at a multiple of 4 bytes.
     codes, scales = read[:length], read[length:].clone().view(torch.float32)
     if kind == "int4":
+        # In the order in which `pack` paired them: low half first.
         codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:entries].view(torch.int8) - 7
     return _scale(kind, codes.view(torch.int8).view(box.shape), scales, box, shape, dtype)
 
@@ -144,11 +150,13 @@ def _blocks(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
     if box.shape == shape:
         places = torch.arange(torch.Size(shape).numel()) // _BLOCK
         return torch.arange(-(-len(places) // _BLOCK)), places
+    # Of a contiguous tensor; on meta, without its memory.
     strides = torch.empty(shape, device="meta").stride()
     flat = torch.zeros((1,) * len(shape), dtype=torch.int64)
     dims = zip(box.offset, box.shape, strides, strict=True)
     for dim, (low, size, stride) in enumerate(dims):
         line = torch.arange(low, low + size) * stride
+        # [size of dim 0, size of dim 1, ...] by broadcasting: the flat index of each entry.
         flat = flat + line.view([-1 if d == dim else 1 for d in range(len(shape))])
     places = flat.view(-1) // _BLOCK
     touched = torch.zeros(-(-torch.Size(shape).numel() // _BLOCK), dtype=torch.bool)

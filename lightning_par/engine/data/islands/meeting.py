@@ -249,6 +249,7 @@ class Meeting:
         given = dict.fromkeys((region.name for region, _ in boxes), 0)
         for region, values in boxes:
             empty = torch.zeros(region.shape, dtype=values.dtype)
+            # Boxes of several ranks make a whole tensor; they are checked to fill it.
             cut(tensors.setdefault(region.name, empty), region.box).copy_(values)
             given[region.name] += values.numel()
         missing = [name for name, tensor in tensors.items() if given[name] != tensor.numel()]
@@ -256,12 +257,14 @@ class Meeting:
             raise MessageError(f"sent {missing[0]} in part.")
         trained = [name for name in tensors if any(r.trains and r.name == name for r, _ in boxes)]
         assert self._outer is not None
+        # A random era: versions of a server that lost its state mean nothing here.
         self._weights = SharedWeights(self._outer, tensors, trained, secrets.token_hex(8))
         self._weights.step = step
         self._rounds = [_Round() for _ in self._weights.fragments]
         self._seeds.clear()
         for at in range(len(self._rounds)):
             self._save(at)
+        # Who waited is compared with the model that now exists.
         for member in [m for m in self._members.values() if not m.answer.done()]:
             try:
                 self._check(member.hello)
@@ -289,6 +292,7 @@ class Meeting:
         }
         wanted = list(hello.regions)
         if hello.pending is not None:
+            # The rank comes back for the answer to a movement: it needs that fragment only.
             at, ticket = hello.pending
             merged = at < len(counted) and counted[at] == ticket
             names = held.fragments[at].names if merged else []
@@ -325,9 +329,11 @@ class Meeting:
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(f"sent an impossible movement: {error!r}.") from error
         sent = [r for r in hello.regions if r.sends and r.name in held.fragments[at].names]
+        # Decoded before the lock is taken; a bad message is refused and changes nothing.
         values = read_regions(payload, sent, held.outer.quantize, alone=True)
         with self._lock:
             self._absent.pop(hello.island, None)
+            # A movement that comes again, after a lost connection, takes the place of the first.
             self._rounds[at].movements.setdefault(hello.island, {})[hello.rank] = _Movement(
                 member=member,
                 answer=member.ask(),
@@ -368,6 +374,7 @@ class Meeting:
         """Forget a rank whose connection has ended; what it sent still counts."""
         with self._lock:
             hello = member.hello
+            # A new connection of the same rank may be here already.
             if self._members.get((hello.island, hello.rank)) is not member:
                 return
             self._drop(member)
@@ -388,6 +395,7 @@ class Meeting:
         assert self._outer is not None
         held, grace = self._rounds[at], self._outer.grace
         there = held.complete()
+        # A round begins with an island whose ranks have all come.
         if not there:
             return
         if held.opened is None:
@@ -396,9 +404,11 @@ class Meeting:
                 timer = Timer(grace + 0.01, self._remind, (held, at))  # never a moment too early
                 timer.daemon = True
                 timer.start()
+        # Islands that have finished are not waited for.
         if len(there) < max(1, self._outer.min_islands - len(self._finished)):
             return
         missing = self._live - set(there)
+        # Who was late before is not waited for again, until it is heard of.
         late = missing - self._absent.keys()
         if late and time.monotonic() - held.opened < grace:
             return
@@ -407,22 +417,27 @@ class Meeting:
 
     def _remind(self, opened: _Round, at: int) -> None:
         with self._lock:
+            # The round that the timer was set for may be over.
             if self._rounds[at] is opened:
                 self._decide(at)
 
     def _merge(self, at: int, there: list[int], late: list[int]) -> None:
         weights, done = self._weights, self._rounds[at]
         assert weights is not None
+        # A new round at once: what comes from now on is of the weights that are made here.
         self._rounds[at] = _Round()
         # What has come of other islands in part belongs to the next round.
         self._rounds[at].movements = {i: m for i, m in done.movements.items() if i not in there}
         movements = {i: list(done.movements[i].values()) for i in there}
         samples = {i: min(m.samples for m in ranks) for i, ranks in movements.items()}
+        # Weights that sum to `part`, below 1 where islands are missing: see Note [Parts of a
+        # round].
         total = (sum(samples.values()) or 1) / self._part(there)
         fragment, before = weights.fragments[at], (weights.era, weights.fragments[at].version)
         updates, seen = weights.merge(
             at,
             [
+                # Sorted, so that sums of floats do not depend on who came first.
                 (samples[i] / total, [(r.box, v) for m in ranks for r, v in m.boxes])
                 for i, ranks in sorted(movements.items())
             ],
@@ -436,10 +451,12 @@ class Meeting:
         self._paces |= {i: max(m.pace for m in ranks) for i, ranks in movements.items()}
         self._merged_at = time.monotonic()
         fragment.shares |= {str(i): self._share(i) for i in there}
+        # Before anybody is answered: what an island has heard must not be lost by a restart.
         self._save(at)
         header = {"op": "update", "version": fragment.version, "step": weights.step}
         header |= {"islands": sorted(there), "late": late, "movements": seen}
         for movement in (m for ranks in movements.values() for m in ranks):
+            # An update is of use on top of the version before it only.
             follows = bool(updates) and movement.base == before
             held = [r for r in movement.member.hello.regions if r.name in fragment.names]
             parts = (updates[r.name].pack(r.box) if follows else weights.whole(r.box) for r in held)
@@ -447,6 +464,7 @@ class Meeting:
                 "whole": not follows,
                 "share": fragment.shares[str(movement.member.hello.island)],
             }
+            # False if the rank has left meanwhile, and nobody waits.
             if movement.answer.set_running_or_notify_cancel():
                 movement.answer.set_result(({**header, **own}, b"".join(parts)))
 
@@ -455,6 +473,7 @@ class Meeting:
         assert self._outer is not None
         if self._outer.optimizer == "sgd":
             return 1.0
+        # An island that was in none of the last 2 n rounds may be frozen, see the note.
         live = self._live
         longest = 2 * len(live) * len(self._rounds)
         counted = {island for island in live if self._absent.get(island, 0) < longest}
@@ -468,6 +487,7 @@ class Meeting:
     def _share(self, island: int) -> float:
         """Return the steps of an island in a second, as a part of those of the fastest one."""
         there = {number for number, _ in self._members} | {island}
+        # Paces are microseconds of a step: the smallest is the fastest.
         fastest = min(filter(None, (self._paces.get(number, 0) for number in there)), default=0)
         return fastest / self._paces[island] if self._paces[island] else 1.0
 

@@ -87,6 +87,7 @@ class Outer:
         if not isinstance(self.adapt, bool):
             problems.append(f"adapt={self.adapt!r} must be True or False.")
         problems += self._number_problems()
+        # Places are compared by values that have to be numbers.
         if not problems:
             problems += self._place_problems()
         raise_problems(ConfigurationError, "LP902", problems)
@@ -116,6 +117,7 @@ class Outer:
 
     def _place_problems(self) -> list[str]:
         problems = []
+        # A fragment leaves every `every / fragments` steps and may be away for `overlap` of them.
         if self.overlap * self.fragments >= max(self.every, self.fragments):
             problems.append(
                 f"overlap={self.overlap} with every={self.every} and fragments={self.fragments}: a "

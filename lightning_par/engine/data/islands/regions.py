@@ -94,6 +94,7 @@ class Hello:
         try:
             fields = {name: header[name] for name in cls.__dataclass_fields__}
             fields["regions"] = [_read_region(given) for given in header["regions"]]
+            # A message comes from the network: each field is checked before it is used.
             world = number(header["world"], 1)
             number(header["island"])
             number(header["rank"], 0, world - 1)
@@ -113,6 +114,7 @@ def number(value: object, least: int = 0, most: int | None = None) -> int:
     Raises:
         ValueError: It is none, or not within these bounds.
     """
+    # `type`, as True is an int.
     if type(value) is not int or value < least or (most is not None and value > most):
         raise ValueError(f"{value!r} is no whole number from {least} to {most}")
     return value
@@ -124,6 +126,7 @@ def _read_region(given: Mapping[str, Any]) -> Region:
     ends = zip(region.offset, region.size, region.shape, strict=True)
     if any(low + size > whole for low, size, whole in ends) or region.dtype not in _DTYPES:
         raise ValueError(f"{region} is no part of a parameter")
+    # Of the right type, and not merely true.
     if type(region.name) is not str or {type(region.sends), type(region.trains)} != {bool}:
         raise ValueError(f"{region} has a field of another type")
     return region
@@ -151,6 +154,7 @@ def read_regions(
             raise MessageError(f"sent {len(payload):,} bytes, too few for {region.name}.")
         data = payload[place : place + length]
         found.append(decode(data, kind, box, shape, region.torch_dtype))
+        # One NaN in a mean would spoil the weights of all islands.
         if not found[-1].isfinite().all():
             raise MessageError(f"sent entries of {region.name} that are not finite.")
         place += length

@@ -35,6 +35,7 @@ class _RefusalLog:
         self._began, self._count = time.monotonic(), 0
 
     def add(self, who: str, error: Exception) -> None:
+        # Threads of many connections log.
         with self._lock:
             if time.monotonic() - self._began > 60:
                 self.end_minute()
@@ -83,6 +84,7 @@ class IslandServer:
         self._threads: set[threading.Thread] = set()
         self._refusals = _RefusalLog()
         self._listener = socket.create_server((host, port))
+        # accept() has no other way to be ended.
         self._listener.settimeout(_LOOK)  # so that it sees that it is closing
         self.port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
@@ -106,6 +108,7 @@ class IslandServer:
                 connection, address = self._listener.accept()
             except OSError:  # nobody came, or they left at once
                 continue
+            # A stranger holds a thread for some seconds: their number is limited.
             if not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
@@ -121,6 +124,7 @@ class IslandServer:
             try:
                 connection = self._encrypt(connection)
                 channel = Channel(connection, self._key, is_server=True, timeout=_PATIENCE)
+            # Proven or refused: it is no stranger any more.
             finally:
                 self._strangers.release()
             member = self._introduce(channel)
@@ -131,6 +135,7 @@ class IslandServer:
                 self._refusals.add(who, error)
         except OSError as error:
             _log.info("%s: %s", peer if member is None else member, error)
+        # In this order: `leave` may answer others, who are not to wait for this socket.
         finally:
             if member is not None:
                 self.meeting.leave(member)
@@ -143,6 +148,7 @@ class IslandServer:
             return connection
         connection.settimeout(_PATIENCE)
         encrypted = self._tls.wrap_socket(connection, server_side=True)
+        # `close` shuts down what is in the set, and TLS has made another object.
         self._open.discard(connection)
         self._open.add(encrypted)
         return encrypted
@@ -164,6 +170,7 @@ class IslandServer:
             except RefusalError as error:
                 channel.send({"op": "refused", "reason": str(error)})
                 raise
+            # `_drop` has cancelled the answer: another connection of this rank has taken over.
             except CancelledError:
                 return
             channel.send(*answer)
@@ -176,6 +183,7 @@ class IslandServer:
         """Return the answer that is due, as long as the rank waits for it."""
         while True:
             try:
+                # With a time limit, to notice a rank that has gone while it waits.
                 return member.answer.result(_LOOK)
             except TimeoutError:
                 if not channel.is_quiet():

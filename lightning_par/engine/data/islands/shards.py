@@ -50,6 +50,7 @@ class ShardedClient:
         self._clients = []
         for server, names in zip(servers, balance(sizes, len(servers)), strict=True):
             mine = [piece for piece in pieces if piece.box.name in names]
+            # All clients append to one list, in the order in which answers come.
             here = replace(place, server=server)
             client = IslandClient(outer, here, mine, sends, trained, self.exchanges)
             self._clients.append(client)
@@ -103,6 +104,7 @@ class ShardedClient:
     def after_step(self, samples: int, place: Any = None) -> None:
         """Exchange what is due after an optimizer step; see `IslandClient.send`."""
         for client in self._clients:
+            # All movements leave before any answer is waited for.
             client.send(samples, place)
         for client in self._clients:
             client.settle()

@@ -72,12 +72,14 @@ class SharedWeights:
         self.outer, self.era, self.step = outer, era, 0
         self.exact = dict(tensors)
         copies = outer.quantize != "none"
+        # Without encoding both names stand for one tensor, and nothing can differ.
         self.shown = {n: t.clone() if copies else t for n, t in self.exact.items()}
         self.frozen = sorted(self.exact.keys() - set(trained))
         sizes = {name: self.exact[name].numel() for name in trained}
         self.fragments = [Fragment(names) for names in balance(sizes, outer.fragments)]
         assert outer.lr is not None
         assert outer.momentum is not None
+        # The mean movement is a gradient: `shared - own` points from own to shared.
         self._optimizer = SGD(
             [self.exact[name] for fragment in self.fragments for name in fragment.names],
             lr=outer.lr,
@@ -103,9 +105,11 @@ class SharedWeights:
         means = {name: torch.zeros_like(self.exact[name]) for name in fragment.names}
         for weight, boxes in movements:
             for box, values in boxes:
+                # Weighted as it comes, without a whole copy for each island.
                 cut(means[box.name], box).add_(values, alpha=weight)
         seen = [_look(boxes, means) for _, boxes in movements]
         for name, mean in means.items():
+            # Parameters without a gradient are passed over: only this fragment makes a step.
             self.exact[name].grad = mean
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -115,6 +119,8 @@ class SharedWeights:
         updates = {}
         for name in fragment.names:
             updates[name] = encode(self.exact[name] - self.shown[name], self.outer.quantize)
+            # What arrives, rounded: the rest stays in `exact - shown`, and is part of the next
+            # update.
             self.shown[name] += updates[name].values(self.shown[name].dtype)
         return updates, seen
 
@@ -127,6 +133,7 @@ class SharedWeights:
         has sent none, or has finished its run.
         """
         held = [f.places[str(island)] for f in self.fragments if str(island) in f.places]
+        # Of several fragments, the movement that left last.
         return max(held, key=lambda place: place[0])[1] if held else None
 
     def save(self, folder: Path, number: int) -> None:
@@ -139,11 +146,13 @@ class SharedWeights:
         parts = {"exact": self.exact, "momentum": self._momenta()}
         if self.outer.quantize != "none":
             parts["shown"] = self.shown
+        # Frozen parameters are saved once, with the first fragment.
         names = [*fragment.names, *(self.frozen if number == 0 else ())]
         tensors = {f"{k}/{n}": held[n] for k, held in parts.items() for n in names if n in held}
         about = {**vars(fragment), "era": self.era, "step": self.step}
         about["outer"] = self.outer.agreement()
         folder.mkdir(parents=True, exist_ok=True)
+        # Written beside it and renamed: a reader finds a whole file of one version.
         with replacing(_file(folder, number, len(self.fragments))) as partial:
             save_file(tensors, partial, {"islands": json.dumps(about)})
         sync_files([folder])
@@ -181,6 +190,7 @@ def load_weights(folder: Path) -> SharedWeights | None:
         with safe_open(file, "pt") as stored:
             about.append(json.loads(stored.metadata()["islands"]))
             tensors |= {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    # Fragments of several runs in one folder: the server ended before it saved all of a new one.
     if len({each["era"] for each in about}) != 1:
         return None
     fragments = [
@@ -199,6 +209,7 @@ def _look(boxes: Sequence[tuple[Box, Tensor]], means: Mapping[str, Tensor]) -> M
     norm = math.hypot(*(float(values.norm()) for _, values in boxes))
     mean = math.hypot(*(float(value.norm()) for value in means.values()))
     product = sum(float((values * cut(means[box.name], box)).sum()) for box, values in boxes)
+    # Cosine; a movement of length 0 has none.
     return Movement(norm, product / (norm * mean) if norm and mean else 0.0)
 
 
@@ -215,6 +226,7 @@ def balance(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """
     parts: list[list[str]] = [[] for _ in range(count)]
     load = [0] * count
+    # The largest first, each to the lightest part; ties by name, to be the same everywhere.
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         lightest = load.index(min(load))
         parts[lightest].append(name)
