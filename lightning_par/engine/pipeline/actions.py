@@ -156,6 +156,7 @@ class Schedule:
         Args:
             num_microbatches: How many to keep, from 1 to m.
         """
+        # In the order of the file, so that what a rank waits for still comes before.
         kept = tuple(
             tuple(a for a in row if a.microbatch < num_microbatches) for row in self.actions
         )

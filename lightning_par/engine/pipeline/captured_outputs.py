@@ -55,6 +55,7 @@ def add_stand_ins(
     """
     modules = dict(block.named_modules())
     fakes = []
+    # In the order of the plan; a block that lacks a module has no output to answer for.
     for path in captured:
         if path not in modules:
             continue
@@ -64,7 +65,9 @@ def add_stand_ins(
             if parent not in owner._modules:
                 owner._modules[parent] = base()
             owner = cast(nn.Module, owner._modules[parent])
+        # `isinstance` of the real class, as models look for their routers by it.
         kind = _fake_class(cast(Hashable, type(modules[path])), cast(Hashable, base))
+        # Not the class's own __init__, which would make parameters.
         fake = kind.__new__(kind)
         nn.Module.__init__(fake)
         # The model's own hooks, which are to see the output.
@@ -93,6 +96,7 @@ def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any
             )
         is_entry = isinstance(output, tuple | list)
         kept = (*[None] * index, value) if is_entry else value  # as hooks of the model index it
+        # Past nn.Module.__setattr__, which would take a tensor for a buffer to check.
         object.__setattr__(block, _attribute(path), kept)
 
     return hook

@@ -68,6 +68,7 @@ class PipelineRun:
     @cached_property
     def _times(self) -> list[list[float]]:
         times = self.clock.read([mark for _, *marks in self.marks for mark in marks])
+        # Three marks for each action: its turn, its inputs are there, it is done.
         return [times[i : i + 3] for i in range(0, len(times), 3)]
 
     @property
@@ -163,6 +164,7 @@ class PipelineExecutor:
         """
         walk = _Walk(self, step, signatures, scaled_loss_of, around, replay, has_failed)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
+        # Sends are asynchronous: a rank that went on would free what has not left yet.
         self.activity.begin("end of the pipeline's schedule")
         for link in self.links.values():
             link.activations.drain()
@@ -195,6 +197,7 @@ class _Walk:
         """Run the actions in order; a receive is posted before the action ahead of it computes."""
         # If weights' gradients come later, FSDP may reduce none before `finish`.
         splits = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in actions)
+        # Of all stages of the rank: FSDP reduces what accumulates once, in the last of them.
         last = [a for a in actions if a.kind is ActionKind.BACKWARD][-1:]
         posted: PendingMessage | None = None
         for action, following in zip(actions, [*actions[1:], None], strict=True):
@@ -204,6 +207,8 @@ class _Walk:
                 pending = posted or self._post(action)
                 if pending is not None:
                     pending.wait()
+                # After the wait for this action's inputs, and before it computes: so the message
+                # of the next action travels during the computation.
                 posted = self._post_early(following)
                 start = self.run.clock.mark()
                 self._compute(action, pending, is_last=action in last, splits=splits)
@@ -211,6 +216,7 @@ class _Walk:
                 error.add_note(f"in pipeline {self._describe(action)}")
                 raise
             self.run.marks.append((action, turn, start, self.run.clock.mark()))
+        # Gradients of weights came by W actions, of which FSDP's hooks know nothing.
         if splits and self.hooks is not None:
             self.hooks.finish()
 
@@ -235,6 +241,7 @@ class _Walk:
             self._backward(action, flight, pending)
         if action.kind.ends_microbatch:
             for deferred in flight.waiting:
+                # W adds to `.grad` by a backward of its own, from the weight alone.
                 deferred.accumulate()
             del self.flying[key]
 
@@ -244,6 +251,8 @@ class _Walk:
             return None
         if action.kind is ActionKind.FORWARD:
             before = self.links.get(action.stage - 1)
+            # The first message of a shape brings its header, which has to be waited for: posted
+            # early, it would stop this rank before it has sent what the other one needs.
             signature = self.signatures[action.microbatch]
             known = before is not None and before.activations.knows(signature)
             return self._post(action) if known else None
@@ -251,6 +260,7 @@ class _Walk:
         # The queue of a local link holds nothing before this rank has sent it.
         if behind is None or behind.gradients.is_local:
             return None
+        # Gradients arrive in the shapes of what was sent, which is known after the forward.
         return self._post(action) if (action.stage, action.microbatch) in self.flying else None
 
     def _post(self, action: Action) -> PendingMessage | None:
@@ -272,10 +282,13 @@ class _Walk:
         if pending is not None and not failed:
             flight.state.received, flight.received = pending.unpack(with_grad=trains)
 
+        # On all but the last stage the step is unwound by StageExit, and has no result.
         def forward() -> Any:
             result = stage.run(flight.state, lambda: self.step(index))
             return result if stage.is_last else stage.outgoing(flight.state)
 
+        # A stage that has failed in a look goes on with the schedule: the others wait for its
+        # messages.
         try:
             if not failed:
                 result = forward() if self.hooks is None else self.hooks.call(forward)
@@ -294,6 +307,7 @@ class _Walk:
         else:
             channel = self.links[stage.index].activations
             tensors = channel.send_message(result, self.signatures[index])
+            # Tensors that need no gradient get none from the next stage.
             flight.sent = [t for t in tensors if t.requires_grad]
         # Sent, and kept alive by autograd where the backward needs it.
         flight.state.recorded.clear()
@@ -305,8 +319,10 @@ class _Walk:
     def _backward(self, action: Action, flight: _InFlight, pending: PendingMessage | None) -> None:
         """Compute the gradients of what was received, and of the weights that do not wait."""
         stage, counts = self.stages[action.stage], True
+        # W actions of this micro-batch take what is collected here.
         waits = self.gradients.is_used
         collects = self.gradients.collect(flight.waiting) if waits else nullcontext()
+        # Recomputation runs blocks again: the stage has to answer as in the forward.
         held = stage.hold(flight.state, in_backward=True)
         with held, collects, self.replay(action.microbatch):
             if flight.loss is not None:
@@ -314,19 +330,24 @@ class _Walk:
                     self._differentiate([flight.loss], [None])
             elif pending is not None and flight.sent:
                 grads = pending.gradients()
+                # Autograd refuses None for a tensor that it is to start from.
                 found = [n for n, grad in enumerate(grads) if grad is not None]
                 self._differentiate([flight.sent[n] for n in found], [grads[n] for n in found])
         if not stage.is_first:
             leaves = [t for t in flight.received if t.requires_grad]
+            # Zeros and not nothing: the previous stage has posted a receive for each of them.
             grads = [t.grad if counts else torch.zeros_like(t) for t in leaves]
             self.links[stage.index - 1].gradients.send_gradients(grads, leaves)
         if not counts:
             flight.waiting = [deferred.zeroed() for deferred in flight.waiting]
+        # Frees the activations; a W action still to come holds its own (x, dy).
         flight.state, flight.received, flight.sent = MicroBatchState(), [], []
         flight.loss = None
 
     def _differentiate(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Compute gradients, if any of the tensors has a graph."""
+        # FSDP2 reduces in the backward: where none runs, its collectives are called for all the
+        # same, as other replicas are in theirs.
         if any(tensor.requires_grad for tensor in tensors):
             torch.autograd.backward(tensors, grads)
         elif self.hooks is not None:

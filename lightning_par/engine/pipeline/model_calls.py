@@ -88,6 +88,7 @@ class ModelCalls:
                 "use_cache=False, or use a schedule with one stage on a rank.",
             )
         # A message of its own: what a stage hands on may have any shape.
+        # A new signature for each call, so that each has a header of its own, and none is kept.
         self._count += 1
         signature = "call", self._count
 
@@ -101,6 +102,8 @@ class ModelCalls:
         for stage in stages:
             stage.may_skip = is_part
         try:
+            # Inside of one call the blocks run as usual, and do not pass each other's calls on
+            # again.
             with torch.no_grad(), self.one_by_one(False):
                 run = self._executor.run(self._schedule, call, [signature], None)
         finally:
@@ -109,6 +112,7 @@ class ModelCalls:
         for link in self._executor.links.values():
             if isinstance(link.activations, Channel):
                 link.activations.forget(signature)
+        # The last stage alone has it; its caches may be those that the model has made.
         own = run.results.get(0)
         caches.meet(own)
         result = self._results.broadcast(own, caches.held)
@@ -144,6 +148,7 @@ class _Caches:
 
     def meet(self, values: Any) -> None:
         """Take note of the caches in arguments, or in a result."""
+        # By identity: the same cache may be in the arguments and in the result.
         known = {id(cache): cache for cache in [*self.held, *_caches_in(values)]}
         self.held = list(known.values())
 
@@ -152,6 +157,8 @@ class _Caches:
         for cache in self.held:
             now, before = _lengths(cache), self._before.get(id(cache), [])
             before = before + [0] * (len(now) - len(before))
+            # Layers of this stage's own blocks have taken tokens; those of others are behind by
+            # as many.
             grown = {i: a - b for i, (a, b) in enumerate(zip(now, before, strict=True)) if a > b}
             if grown:
                 first = next(iter(grown))
@@ -179,6 +186,7 @@ def _lengths(cache: Any) -> list[int]:
 
 def _take(cache: Any, tokens: int, like: Tensor, layers: set[int]) -> None:
     """Let layers take tokens without keys and values; see Note [Caches of generation]."""
+    # [B, 1 head, tokens, 1]: `update` appends along dim 2, whatever the sizes of the others.
     empty = like.new_zeros((len(like), 1, tokens, 1))
     for layer in layers:
         getattr(cache, "self_attention_cache", cache).update(empty, empty, layer)

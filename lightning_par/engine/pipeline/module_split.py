@@ -47,6 +47,7 @@ def cut_stages(
     Raises:
         PipelineError: The last block of a stage has a backward hook, which would not be called.
     """
+    # Known before anything is cut, so that every rank refuses alike.
     for _, end in bounds[:-1]:
         check_last_block(end - 1, model.get_submodule(resolved.block_names[end - 1]))
     captured = resolved.plan.captured
@@ -58,8 +59,10 @@ def cut_stages(
         owner = next((s for s in stages if s.first_block <= number < s.end_block), None)
         if owner is not None:
             keep_outputs(block, captured)
+            # After the hook that keeps captured outputs, as they are part of what is recorded.
             block.register_forward_hook(partial(owner.record, number))
             watched.append(fqn)
+        # What each stage of this rank sees at this place; the model rests with the real block.
         shown = [
             block if s is owner else _block_stub(block, fqn, s, number, captured) for s in stages
         ]
@@ -68,6 +71,8 @@ def cut_stages(
         held = resolved.stages_of(fqn, bounds)
         module_name, _, name = fqn.rpartition(".")
         module = model.get_submodule(module_name)
+        # A parameter directly on a container, as a position embedding: NaN stands for it, as a
+        # buffer that is not saved.
         if name in module._parameters:
             if held.isdisjoint(indices):
                 _poison_parameter(module, name)
@@ -118,5 +123,6 @@ def _block_stub(
 def _poison_parameter(owner: nn.Module, name: str) -> None:
     parameter = owner._parameters.pop(name)
     assert parameter is not None
+    # On the CPU: it is moved with the module's buffers.
     nan = poison(parameter.shape, parameter.dtype, torch.device("cpu"))
     owner.register_buffer(name, nan, persistent=False)

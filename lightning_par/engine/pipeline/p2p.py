@@ -80,6 +80,7 @@ class PendingMessage:
             The tree, and its distinct tensors in order.
         """
         assert self.header is not None
+        # Also those that need no gradient: all have to have arrived before the memory is read.
         tensors = self.wait()
         given = []
         for tensor, spec in zip(tensors, self.header.specs, strict=True):
@@ -158,11 +159,14 @@ class Channel:
 
         **Communicates**: every distinct tensor once to the target; the header at the first use.
         """
+        # Pickled once for a signature: a tree of a later batch has to be the same, see
+        # `_check_alike`.
         header, tensors = pack(message)
         known = self._sent.get(signature)
         if known is None:
             text = pickle.dumps(header)
             # The receiver has to know the size of a message before it can post its receive.
+            # Headers are on the CPU: the group has a gloo backend for them besides NCCL.
             self._isend(torch.tensor([len(text)]))
             self._isend(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._sent[signature] = header
@@ -185,6 +189,7 @@ class Channel:
         """
         known = self._sent.get(signature)
         if known is None:
+            # The header of nothing, which must not be taken for that of later batches.
             self.send_message(None, signature)
             del self._sent[signature]
         else:
@@ -208,6 +213,7 @@ class Channel:
 
         **Communicates**: the gradients, with zeros for None, and a byte for each, between hosts.
         """
+        # A byte for each on the host, where autograd's None can be told from zeros.
         if grads:
             self._isend(torch.tensor([g is not None for g in grads], dtype=torch.uint8))
         pairs = zip(grads, like, strict=True)
@@ -232,6 +238,7 @@ class Channel:
         """Post the receives of a message; waits for the header if it is the first of its
         signature.
         """
+        # Blocking, but both ends are at the same place of the same schedule.
         header = self._seen.get(signature) or self.receive_header(signature)
         if header != NOTHING:
             self._seen[signature] = header
@@ -260,6 +267,7 @@ class Channel:
         """
         assert self._source is not None
         buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in like]
+        # Complex numbers and flags travel in a form that every backend takes.
         places = map(received_form, buffers)
         works = [dist.irecv(place, self._source, group=self._group) for place in places]
         return PendingMessage(buffers, [w for w in works if w is not None])

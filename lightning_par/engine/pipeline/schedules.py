@@ -119,6 +119,7 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
         raise ScheduleError(
             "LP402", f"interleaved: stages_per_rank={v}. Use 2 or more; 1f1b takes one."
         )
+    # p micro-batches pass all chunks of a rank before the next p begin.
     rounds = range(-(-num_microbatches // p))
     rows = []
     for rank in range(p):
@@ -131,6 +132,7 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
             ]
             for kind, chunks in ((_F, range(v)), (_B, range(v)[::-1]))
         )
+        # The warm-up of Megatron-LM: 2 (p - 1 - rank) + (v - 1) p forwards before the first pair.
         rows.append(_alternate(forwards, backwards, 2 * (p - 1 - rank) + (v - 1) * p))
     whole = Schedule(
         name="interleaved",
@@ -160,12 +162,14 @@ def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedul
     ranks = max(rank_of_stage, default=-1) + 1
     problems = count_problems("forward_only", num_stages=stages, num_microbatches=num_microbatches)
     raise_problems(ScheduleError, "LP402", problems)
+    # Stages per rank, and whether they are p apart (interleaved) or in the shape of a V.
     v = -(-stages // ranks)
     in_rounds = stages > ranks and rank_of_stage[ranks] == rank_of_stage[0]
 
     def enters(i: int) -> int:
         return i // ranks * ranks * v + i % ranks if in_rounds else v * i
 
+    # A stage later is a slot later; at equal slots the later stage first, as others wait for it.
     slots = [(s + enters(i), -s, i) for s in range(stages) for i in range(num_microbatches)]
     order = [Action(-s, _F, i) for _, s, i in sorted(slots)]
     return Schedule(
@@ -307,6 +311,7 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError("LP401", f"schedule={str(path)!r} cannot be read: {error}") from error
+    # Comments and empty lines are for the reader of the file.
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     rows = [parse_actions(" ".join(words)) for words in lines if words]
     if len(rows) != num_ranks:
@@ -315,6 +320,7 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
             f"{path}: {len(rows)} lines with actions, but there are {num_ranks} pipeline ranks. "
             "Write one line per rank.",
         )
+    # A stage that is on two ranks is found by `validate_schedule`: one of its actions is foreign.
     owners = {a.stage: rank for rank, row in enumerate(rows) for a in row}
     missing = sorted(set(range(max(owners) + 1)) - owners.keys())
     if missing:
@@ -328,6 +334,7 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
         actions=tuple(rows),
         rank_of_stage=tuple(owners[stage] for stage in range(len(owners))),
     )
+    # At its full length: without its last micro-batches an order that can run still can.
     validate_schedule(schedule)
     if schedule.num_microbatches < num_microbatches:
         raise ScheduleError(
@@ -344,6 +351,7 @@ def _alternate(
     """Order a warm-up of forwards, then a forward and a backward in turn, then what is left."""
     # Fewer micro-batches than the warm-up wants: all forwards, then all backwards.
     warm_up = min(warm_up, len(forwards))
+    # As many pairs as forwards are left; the backwards of the warm-up come at the end.
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
     return [*forwards[:warm_up], *(a for pair in pairs for a in pair), *backwards[steady:]]

@@ -41,6 +41,7 @@ def watch_side_effects(
     ends = tuple(f".{name}" for name in captured)
     before: _Seen = {}
 
+    # Only in training: evaluation has no graph that code after the blocks could need.
     def look(*_: Any) -> None:
         if torch.is_grad_enabled() and block.training:
             before.update(_kept(model))
@@ -48,10 +49,12 @@ def watch_side_effects(
     def compare(*_: Any) -> None:
         if not before:
             return
+        # Once is enough: the code of a block is the same in each step.
         for handle in handles:
             handle.remove()
         found = [key for key, seen in _kept(model).items() if before.get(key) != seen]
         before.clear()
+        # What is declared crosses the stages: it is lost by nobody.
         found = [
             (owner, name)
             for owner, name in found
@@ -79,6 +82,7 @@ def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) ->
     """
     if isinstance(error, AttributeError) and isinstance(error.obj, EarlierBlock):
         return _absent(error.obj, str(error.name))
+    # Code that read a value of None and used it: "'NoneType' object has no attribute ...".
     if "NoneType" not in str(error):
         return None
     for stub in model.modules():
@@ -145,6 +149,7 @@ def _kept(model: nn.Module) -> _Seen:
 def _note(seen: _Seen, key: tuple[str, str], value: object) -> None:
     if isinstance(value, Tensor):
         if value.requires_grad and not isinstance(value, nn.Parameter):
+            # By id: a new tensor at the same attribute is what a block has left behind.
             seen[key] = id(value), 0
     elif isinstance(value, list | dict) and not isinstance(value, nn.Module):
         seen[key] = id(value), len(value)
@@ -152,6 +157,7 @@ def _note(seen: _Seen, key: tuple[str, str], value: object) -> None:
 
 def _reachable(hook: Any) -> Iterator[object]:
     """Yield what a hook can write to: its closure, and the arguments bound to it."""
+    # A hook that collects outputs mostly appends to a list of its closure.
     for cell in getattr(hook, "__closure__", None) or ():
         try:
             yield cell.cell_contents

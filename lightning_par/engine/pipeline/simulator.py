@@ -71,6 +71,7 @@ def bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
     makespan = _makespan(everything)
     if makespan == 0:
         return 0.0
+    # Of all ranks: a rank that ends early idles until the last one is done.
     busy = sum(event.end - event.start for event in everything)
     return 1 - busy / (len(events) * makespan)
 
@@ -132,6 +133,7 @@ def simulate(
     weights = [cost / 2 for cost in backwards]
     if backward_weight is not None:
         weights = _per_stage("backward_weight", backward_weight, schedule.num_stages)
+    # The two halves of a backward add up to it.
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
     _per_stage("backward - backward_weight", inputs, schedule.num_stages)
     if p2p < 0:
@@ -242,6 +244,8 @@ class _Walk:
             progress = False
             for rank, actions in enumerate(self._schedule.actions):
                 # As far as this rank can go; others may then continue.
+                # An action may become possible by one of another rank, so that all ranks are
+                # tried again.
                 while len(self.events[rank]) < len(actions) and self._step(rank):
                     progress = True
         blocked = [
@@ -265,6 +269,7 @@ class _Walk:
             source = next((choice for choice in choices if choice in self._done), None)
             if source is None:
                 return False
+            # Within a rank a result is there at once.
             owners = self._schedule.rank_of_stage
             travels = owners[source.stage] != owners[action.stage]
             start = max(start, self._done[source] + (self._p2p if travels else 0.0))
@@ -289,6 +294,8 @@ def _peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
         held: Counter[int] = Counter()
         for action in actions:
             if action.kind is _F:
+                # Without a backward, as in evaluation, a stage holds a micro-batch only while it
+                # works on it.
                 kept = (action.stage, action.microbatch) in ended
                 peaks[action.stage] = max(peaks[action.stage], held[action.stage] + 1)
                 held[action.stage] += kept

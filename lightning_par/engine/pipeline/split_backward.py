@@ -48,8 +48,10 @@ class Deferred:
 
     def accumulate(self) -> None:
         """Compute the gradient, [out, in], and add it to the parameter's."""
+        # [out, B T] @ [B T, in], both flattened to two dims.
         with torch.no_grad():
             grad = self.grad.flatten(0, -2).t() @ self.x.flatten(0, -2)
+        # Through autograd and not by hand: hooks of the parameter (FSDP, DTensor) have to run.
         torch.autograd.backward([self.weight], [grad])
 
     def zeroed(self) -> "Deferred":
@@ -79,6 +81,8 @@ class WeightGradients:
 
     def put(self, deferred: Deferred) -> None:
         """Keep a gradient for later; compute it at once where nothing collects."""
+        # Outside of a schedule, as in a call without a pipeline step: nothing would compute it
+        # later.
         if self._waiting is None:
             deferred.accumulate()
         else:
@@ -107,6 +111,7 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
 class _CatchLinear(TorchFunctionMode):
     def __init__(self, gradients: WeightGradients) -> None:
         super().__init__()
+        # The hooks that are there when the block begins; a checkpoint inside pushes others.
         self._gradients, self._hooks = gradients, saved_tensor_hooks()
 
     def __torch_function__(
@@ -122,16 +127,20 @@ class _CatchLinear(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         tensors = [t for t in (input, weight, bias) if t is not None]
         # A rehearsal has fake tensors.
+        # A subclass, as a DTensor or a float8 weight, has rules of its own for F.linear.
         plain = all(type(t) in (Tensor, nn.Parameter) or hasattr(t, "fake_mode") for t in tensors)
         # The weight is hidden from autograd, so that something else must call for the backward.
         waits = plain and input.requires_grad and input.dim() > 1
         if not waits or not _leads_to_a_parameter(weight):
             return F.linear(input, weight, bias)
+        # As F.linear casts under autocast: a Function is not on its list of operations.
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(dtype), weight.to(dtype)  # noqa: A001
             bias = None if bias is None else bias.to(dtype)
         held = _Held(weight, self._gradients)
+        # Detached, and the weight hidden in `held`: autograd asks for gradients of x and bias
+        # only.
         output: Tensor = _Linear.apply(input, weight.detach(), bias, held)  # type: ignore[no-untyped-call]
         return output
 
@@ -164,6 +173,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        # dx = dy W, at once: the previous stage waits for it.
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         ctx.held.gradients.put(Deferred(ctx.held.weight, x, grad))

@@ -311,6 +311,7 @@ def _in_reentrant_checkpoint() -> bool:
 def _elide_hidden(tree: Any) -> Any:
     """Return a block's output tree without its hidden states, which are its first tensor."""
     leaves, spec = tree_flatten(tree)
+    # By convention the first tensor of a block's output is its hidden states.
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[position] = _Elided()
@@ -336,6 +337,7 @@ class _AbsentTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Shapes and dtypes are read through properties (`__get__`) and these methods.
         if getattr(func, "__name__", "") not in ("__get__", "dim", "size", "numel"):
             fqn = next(t._fqn for t in tree_leaves((args, kwargs)) if isinstance(t, _AbsentTensor))
             raise PipelineError(
@@ -361,10 +363,13 @@ class _Shape(StageStub):
         super().__init__()
         # Given to deepcopy as copied already, so that the values are never duplicated.
         params = module.parameters()
+        # Parameters as copied already, and on meta: the copy of the module takes no memory.
         memo: dict[int, Any] = {id(p): like_parameter(p, p.to("meta")) for p in params}
         kept = (v for part in module.modules() for v in vars(part).values())
         computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
+        # deepcopy refuses tensors with a graph, as weight_norm leaves them on the module.
         memo |= {id(v): v.detach().to("meta") for v in computed}  # which deepcopy refuses
+        # Into __dict__: as a child module it would be found by parameters() and state_dict().
         self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
         self.__dict__["_fqn"] = fqn
 
@@ -377,6 +382,7 @@ class _Shape(StageStub):
         fqn = f"{self.__dict__['_fqn']}.{name}"
         if isinstance(value, Tensor):
             # One element in memory, whatever the shape, on a device where code can go on.
+            # One element, expanded: code may ask for the shape and go on.
             seen = poison((), value.dtype, torch.device("cpu")).expand(value.shape)
             absent = seen.as_subclass(_AbsentTensor)
             absent._fqn = fqn
@@ -407,6 +413,8 @@ class EarlierBlock(StageStub):
         except AttributeError:
             pass
         try:
+            # What __init__ set is on the copy; what the block's forward sets arrives as
+            # `carried`.
             return getattr(self.__dict__["_shape"], name)
         except AttributeError as error:  # told by `explain_absent`
             raise AttributeError(str(error), name=name, obj=self) from None
@@ -420,6 +428,7 @@ class EarlierBlock(StageStub):
             if self._number in state.called:
                 raise SecondCallError.of(self._number)
             state.called.add(self._number)
+        # Before the answer: code after the block reads its attributes.
         for name in self._stage.carried:
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
@@ -434,6 +443,7 @@ class EarlierBlock(StageStub):
                 "name, which passes its hooks over. Call the block, as in block(x), not "
                 "block.forward(x), or use pipeline_parallel_size=1.",
             )
+        # Only the output of the block right before this stage has its hidden states.
         if self._number == self._stage.first_block - 1:
             return answer
         # An output carried on has no hidden states; those that come in stand in for them.
@@ -444,6 +454,7 @@ class EarlierBlock(StageStub):
 @cache
 def _stub_class(block: Hashable) -> type[EarlierBlock]:
     assert isinstance(block, type)
+    # The message is read at each call; traced, it would be a constant of the graph.
     members = {"forward": torch.compiler.disable(EarlierBlock.forward)}
     return type(f"Earlier{block.__name__}", (EarlierBlock, block), members)
 
@@ -463,6 +474,7 @@ def earlier_block(
     # Not the block's own __init__, which would make parameters.
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
+    # Only what every nn.Module has: hooks and dicts.
     nn.Module.__init__(stub)
     stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
     stub.__dict__["_shape"] = _Shape(block, fqn)
@@ -488,6 +500,7 @@ class LaterBlock(_Shape):
         """Raise `StageExit`; outside of a step, what to do."""
         if self.__dict__["_stage"].current is None:
             raise called_outside(self.__dict__["_fqn"])
+        # The arguments go along: `ModelCalls` finds caches in them.
         raise StageExit(args, kwargs)
 
 
@@ -500,6 +513,7 @@ class AbsentModule(_Shape):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `PipelineError`."""
+        # Outside of a step, it is a hook that calls it, and the cure is another one.
         stage = self.__dict__["_stage"]
         if stage is not None and stage.current is None:
             raise called_by_a_hook(self.__dict__["_fqn"])
@@ -528,6 +542,7 @@ class GhostModule(_Shape):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GhostModule":
         """Follow changes of dtype, never of device: shapes are computed on meta."""
         shape_only = self.__dict__["_shape_only"]
+        # `module.half()` and the like: shapes do not change, but the dtype of answers does.
         for dtype in {p.dtype for p in shape_only.parameters() if p.is_floating_point()}:
             wanted = fn(torch.empty(0, dtype=dtype)).dtype
             if wanted != dtype:
@@ -548,7 +563,10 @@ class GhostModule(_Shape):
         given, spec = tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
         # Shapes in, shapes out: known after the first micro-batch unless other values take part.
+        # Keyed by structure, shapes and dtypes: anything else in the arguments may change the
+        # answer.
         known, key = self.__dict__["_answers"], (spec, *map(_shape_of, given))
+        # None in the key: a value that is no tensor, of which the answer may depend.
         if None in key or key not in known or draws_on_meta():
             known[key] = self._run_on_meta(args, kwargs)
         out = known[key]
@@ -567,6 +585,8 @@ class GhostModule(_Shape):
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731
         args, kwargs = tree_map(to_meta, (args, kwargs))
+        # The ghost draws on meta what the real module draws: generators are put back, unless
+        # draws are shared and have to advance as on one process.
         restored = nullcontext() if draws_on_meta() else fork_torch_rng(torch.device("cpu"))
         try:
             with torch.no_grad(), restored:

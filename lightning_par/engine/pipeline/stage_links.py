@@ -44,6 +44,7 @@ class LocalChannel:
     def send_gradients(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
         """Queue gradients for the other stage; see `Channel.send_gradients`."""
         held = torch.tensor([g is not None for g in grads])
+        # A tensor in the place of a missing gradient is never read: `held` says so.
         found = [t if g is None else g for g, t in zip(grads, like, strict=True)]
         self._queue.append(PendingMessage(found, [], held=held))
 
@@ -86,6 +87,7 @@ def group_name(kind: str, source: int, target: int) -> str:
         source: Pipeline rank that sends.
         target: Pipeline rank that receives.
     """
+    # Against the order of the ranks: the V and the interleaved schedule have such links.
     usual = (source < target) == (kind == "activations")
     back, odd = "" if usual else " back", ODD if min(source, target) % 2 else ""
     return f"pp {kind}{back}{odd}"
@@ -124,7 +126,9 @@ def connect(
         )
 
     links = {}
+    # All pairs, in order: ranks open channels by messages, which both ends have to reach.
     for stage, (earlier, later) in enumerate(pairwise(rank_of_stage)):
+        # Without a group: NCCL has no messages from a rank to itself.
         if earlier == later == rank:
             links[stage] = StageLink(LocalChannel(), LocalChannel())
         elif rank in (earlier, later):

@@ -35,6 +35,7 @@ def inputs_of(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
         return [(Action(stage - 1, _F, microbatch),)] if stage > 0 else []
     if action.kind is _W:
         return [(Action(stage, _I, microbatch),)]
+    # A backward needs its own forward, and the gradient of the stage behind.
     needs: list[tuple[Action, ...]] = [(Action(stage, _F, microbatch),)]
     if stage < num_stages - 1:
         needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in (_B, _I)))
@@ -86,6 +87,7 @@ def early_actions(schedule: Schedule) -> Iterator[str]:
         position = {action: index for index, action in reversed(list(enumerate(actions)))}
         for action, index in position.items():
             for choices in inputs_of(action, schedule.num_stages):
+                # Of the other stages nothing is said here: a deadlock tells of them.
                 needed = choices[0]
                 if needed.stage == action.stage and position.get(needed, -1) > index:
                     yield f"{schedule.name}: rank {rank} runs {action} before {needed}. Swap them."
@@ -126,4 +128,5 @@ def _queue(
 ) -> tuple[str, int, int, int | None]:
     """Return the queue between two stages; within a rank, every link has its own."""
     ranks = owners[source], owners[target]
+    # Between ranks one queue for each direction, as one group carries all its messages.
     return (kind, *ranks, source if ranks[0] == ranks[1] else None)

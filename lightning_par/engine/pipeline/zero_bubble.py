@@ -98,7 +98,9 @@ def _handcrafted(
         for _ in range(warm_up * (num_ranks - 1 - stage)):
             row.run(_F)
         while row.left(_I):
+            # The later the stage, the shorter its warm-up.
             row.run(_F, _I)
+            # The later the stage, the longer its W waits: the stages before it wait for its I.
             if row.waiting() > delay * stage:
                 row.run(_W)
         while row.left(_W):
@@ -129,6 +131,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     _check_counts("zbv", num_ranks, num_microbatches)
     stages = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
+    # The order below needs 2 p micro-batches; with fewer, those that are not there are left out.
     enough = max(num_microbatches, 2 * num_ranks)
     whole = Schedule(
         name="zbv",
@@ -144,6 +147,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def _v_row(rank: int, p: int, m: int) -> list[Action]:
     """Order one rank; chunk 0 is on the way down the V, chunk 1 on the way up. m is 2p or more."""
     row = _Row((rank, 2 * p - 1 - rank), m)
+    # Down the V and up again to this rank: 2 (p - rank) - 1 stages.
     for _ in range(2 * (p - rank) - 1):  # until the first micro-batch is back from the turn
         row.run(_F)
     for _ in range(rank):
@@ -159,6 +163,7 @@ def _v_row(rank: int, p: int, m: int) -> list[Action]:
         row.run(_I, chunk=1)
     while row.left(_I):
         row.run(_I, _W)
+    # What is left of W: chunk 1 first, as its inputs were complete first.
     for chunk in (1, 0):
         while row.left(_W, chunk):
             row.run(_W, chunk=chunk)

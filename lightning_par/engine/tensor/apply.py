@@ -58,9 +58,11 @@ def _shard_between_blocks(
     """Cut the input of the first block of a container along T, and make the output of the last one
     whole.
     """
+    # groupby joins neighbors: blocks of one container are listed together, in their order.
     for _, group in groupby(block_names, lambda fqn: fqn.rpartition(".")[0]):
         names = list(group)
         for fqn, style in ((names[0], enter_region), (names[-1], leave_region)):
+            # On another pipeline stage: that rank cuts, or gathers, there.
             if fqn in modules:
                 apply_style(modules[fqn], style, region)
 
@@ -84,6 +86,7 @@ def apply_tensor_parallel(
         PlanError: A module has an option that its style cannot keep.
     """
     group = mesh.get_group()
+    # The plan knows a model whose code between the blocks needs whole sequences.
     sequence_parallel = sequence_parallel and resolved.plan.sequence_region != "none"
     regions = Regions(resolved, group, sequence_parallel=sequence_parallel)
     partial_names: set[str] = set()
@@ -94,19 +97,24 @@ def apply_tensor_parallel(
         module, region = modules[fqn], regions.of(fqn)
         apply_style(module, style, region)
         spec = TENSOR_STYLES[style]
+        # Under sequence parallelism a rank sees T/tp tokens: whole weights get a part of the
+        # gradient.
         sums = ("always", "sequence_parallel") if region.sequence_parallel else ("always",)
         if spec.partial_gradients in sums:
             own = (name for name, _ in module.named_parameters(recurse=False))
             partial_names |= {f"{fqn}.{n}" for n in own if spec.sharded_dim(n) is None}
     for fqn, names in resolved.divided.items():
         for name in names if fqn in modules else ():
+            # `self.num_heads // tp`: the forward reshapes by it, and each rank has its own heads.
             setattr(modules[fqn], name, getattr(modules[fqn], name) // group.size())
+    # Without it every rank computes the same between the sharded layers, and has to draw alike.
     if sequence_parallel:
         for fqn in resolved.block_names:
             if fqn in modules and _draws_random_numbers(modules[fqn]):
                 _separate_random_numbers(modules[fqn], group.rank())
     if sequence_parallel and resolved.plan.sequence_region == "blocks":
         _shard_between_blocks(modules, resolved.block_names, regions.sharded)
+    # After the styles, which say what is sharded; names of ties are joined here.
     placements = tensor_placements(model, resolved)
     if not sequence_parallel:
         read_whole_parameters(model, resolved, placements)
@@ -136,8 +144,10 @@ def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
             if not block.training:
                 return inner(*args, **kwargs)
             with own_draws():
+                # All ranks draw the same number, and each adds its place.
                 seed = int(torch.randint(2**62, ())) + tp_rank
             device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+            # The state outside has moved on by one draw, on all ranks alike.
             with fork_torch_rng(device):
                 seed_generators(seed, device)
                 return inner(*args, **kwargs)

@@ -37,6 +37,7 @@ class _Depend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, hidden: Tensor, weights: Tensor, *idle: Tensor) -> Tensor:
+        # view_as: an output that is the input itself would be no new node of the graph.
         ctx.save_for_backward(*idle)
         return out.view_as(out)
 
@@ -54,6 +55,7 @@ def rowwise_transposed(
     """
     parameters: dict[str, Any] = module._parameters
     bias = parameters["bias"]
+    # A bias that each rank adds would be summed tp times: it is added once, below.
     parameters["bias"] = torch.zeros_like(bias)  # such a layer cannot do without one
     try:
         out = call(*args, **kwargs)
@@ -70,6 +72,7 @@ def fused_qkv_transposed(
     whole = {name: parameters[name] for name in ("weight", "bias")}
     try:
         for name, value in whole.items():
+            # The fused weight is replicated: a shard of its columns would cut through q, k and v.
             parts = value.unflatten(-1, (3, ctx.group.size(), -1))
             parameters[name] = parts.select(-2, ctx.group.rank()).flatten(-2)
         return call(*args, **kwargs)
@@ -96,9 +99,14 @@ def expert_shards(
     mark_as_expert_parallel(module)  # lets fused kernels of transformers skip index E
     start = ctx.group.rank() * held
     mine = (index >= start) & (index < start + held)
+    # copy_to_group: identity forward, all-reduce backward, as each rank has a part of the
+    # gradient.
     weights = torch.where(mine, copy_to_group(weights, ctx.group), 0)
     hidden = copy_to_group(hidden, ctx.group)
+    # The index one past the last expert of this rank makes transformers skip the token, whose
+    # weight is 0 besides.
     out = call(hidden, torch.where(mine, index - start, held), weights)
+    # Parameters of experts that got no token need a zero gradient, as on one process.
     idle = () if out.requires_grad else tuple(module.parameters(recurse=False))
     out = _Depend.apply(out, hidden, weights, *idle)  # type: ignore[no-untyped-call]
     return reduce_to_whole(out, ctx.group)

@@ -32,6 +32,7 @@ def tensor_placements(model: nn.Module, resolved: ResolvedPlan) -> dict[str, Pla
         resolved: The resolved plan.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
+    # By identity, so that a tie is placed once, whichever of its names has a style.
     sharded: dict[int, Placement] = {}
     for fqn, parameter in named.items():
         owner, _, name = fqn.rpartition(".")
@@ -71,8 +72,15 @@ def shard_parameter(
                 f"a parameter cannot be placed as {placement}: a shard is one block of one dim.",
             )
     if local is not full:
+        # A view would keep the whole tensor in memory.
         local = local.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+        # Shape and stride are given, as uneven shards do not tell them.
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
     )
     return nn.Parameter(sharded, requires_grad=requires_grad)

@@ -49,12 +49,14 @@ class Region:
         """
         if not self.sequence_parallel:
             return copy_to_group(x, self.group)
+        # Backward: a reduce-scatter, which sums the parts of the gradient and cuts them along T.
         return gather_partial(x, SEQUENCE_DIM, self.group, self.tokens.whole)
 
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter along T, or all-reduce, the partial output of sharded weights."""
         if not self.sequence_parallel:
             return reduce_to_whole(x, self.group)
+        # The whole was here: T is noted before it is cut.
         self._see(x)
         return reduce_to_shards(x, SEQUENCE_DIM, self.group)
 
@@ -65,10 +67,13 @@ class Region:
 
     def cut(self, x: Tensor) -> Tensor:
         """Keep this rank's tokens of a whole tensor; the gradient is whole again."""
+        # The gradient of each rank's tokens is summed over the ranks before it goes on: so it is
+        # whole.
         return self.keep_own(copy_to_group(x, self.group))
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather the tokens of all ranks for a computation that every rank repeats."""
+        # None where T divides by the ranks: then the shard tells it.
         size = self.tokens.whole or x.shape[SEQUENCE_DIM] * self._ranks
         return gather_from_shards(x, SEQUENCE_DIM, self.group, size)
 
@@ -97,6 +102,8 @@ class Regions:
         places = {"model": ("",), "blocks": blocks, "none": ()}
         self._sharded = places[resolved.plan.sequence_region]
         specs = {fqn: TENSOR_STYLES[style] for fqn, style in resolved.styles.items()}
+        # Modules that are whole inside border on a region of shards, and convert at their own
+        # edges.
         self._whole = tuple(f"{fqn}." for fqn, spec in specs.items() if spec.inside == "whole")
 
     def of(self, fqn: str) -> Region:

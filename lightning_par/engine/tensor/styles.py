@@ -65,12 +65,14 @@ def _colwise_gather_output(
     """Gather the output features."""
     args, kwargs = on_first_tensor(ctx.enter, (args, kwargs))
     size = int(module.out_features)  # type: ignore[arg-type]
+    # [..., V or D / tp] to [..., size]; the size is given, as later ranks may hold fewer columns.
     return gather_from_shards(call(*args, **kwargs), -1, ctx.group, size)
 
 
 def _rowwise(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Sum the partial outputs, then add the whole bias, which must not be summed."""
     bias = module._parameters.get("bias")
+    # The layer computes without its bias: partial outputs are summed first.
     _swap(module, "bias", None)
     try:
         out = call(*args, **kwargs)
@@ -92,6 +94,7 @@ def _vocab_embedding(module: nn.Module, call: Forward, ctx: Region, args: Any, k
     (ids,) = args or tuple(kwargs.values())
     weight = module._parameters["weight"]
     assert weight is not None
+    # Rows [start, start + rows of this rank) of the vocabulary, as `split_sizes` cut them.
     sizes = split_sizes(int(module.num_embeddings), ctx.group.size())  # type: ignore[arg-type]
     start = sum(sizes[: ctx.group.rank()])
     inside = (ids >= start) & (ids < start + weight.shape[0])
@@ -100,10 +103,12 @@ def _vocab_embedding(module: nn.Module, call: Forward, ctx: Region, args: Any, k
         local = padding - start if start <= padding < start + weight.shape[0] else None
         module.padding_idx = local  # type: ignore[assignment]
     try:
+        # Ids of other ranks look up row 0, and are set to 0 after: shapes stay static.
         out = call(torch.where(inside, ids - start, 0))
     finally:
         if padding is not None:
             module.padding_idx = padding
+    # A sum with zeros of all other ranks: the row, bit for bit.
     return ctx.leave(torch.where(inside.unsqueeze(-1), out, 0))
 
 
@@ -123,6 +128,7 @@ def _gather_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, k
 def _split_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Run the module on all T tokens and keep this rank's T/tp of the output."""
     out = call(*args, **kwargs)
+    # keep_own: the gradient is 0 outside of this rank's tokens, and parameters sum over tp.
     return ctx.keep_own(out) if ctx.sequence_parallel else out
 
 
@@ -144,6 +150,7 @@ def _sequence_gather_output(
 def _experts(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Sum the experts' partial outputs; the gradients of the routing weights are partial too."""
     hidden, weights, *rest = args
+    # The routing weights are whole, and each rank's experts give a part of their gradient.
     weights = copy_to_group(weights, ctx.group)
     mixed, other = call(ctx.enter(hidden), weights, *rest, **kwargs)
     return ctx.leave(mixed), other
@@ -153,6 +160,7 @@ def _replicated_inside(
     module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any
 ) -> Any:
     """Let a forward read the parameters of the modules inside."""
+    # In one stack: all are put back, also when the forward raises.
     with ExitStack() as stack:
         for part in module.modules():
             stack.enter_context(local_parameters(part))
@@ -188,12 +196,14 @@ def apply_style(module: nn.Module, style: TensorStyle | Style, region: Region) -
         region: The ``tp`` group, and whether activations are sharded along T around the module.
     """
     run = STYLE_FUNCTIONS.get(style, _plain) if isinstance(style, str) else style
+    # Asked once: a context for each call of a module without parameters costs microseconds.
     has_parameters = next(module.parameters(recurse=False), None) is not None
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not has_parameters:
                 return run(module, inner, region, args, kwargs)
+            # Around the style, which may swap parameters itself, and has to find local ones.
             with local_parameters(module):
                 return run(module, inner, region, args, kwargs)
 
@@ -236,9 +246,11 @@ def local_parameter(parameter: DTensor, reader: nn.Module | None = None) -> Tens
         reader: The module whose forward computes with it; None: not known.
     """
     local = parameter.to_local()
+    # nn.Linear and the like compute the gradient of a matrix by a product: it is nobody else's.
     is_fresh = type(reader).__module__.startswith("torch.nn.") and parameter.ndim > 1
     if torch.compiler.is_compiling():
         return local
+    # Attributes that the user has set, which code may read from the weight.
     if len(vars(parameter)) > 1:  # beside torch's own mark
         vars(local).update(own_attributes(parameter))
     if not is_fresh:
@@ -258,10 +270,12 @@ def copy_first_gradients(module: nn.Module) -> None:
 
 
 def _copy_first(computed: Tensor, parameter: Tensor) -> None:
+    # Weakly: the hook of a tensor must not keep its parameter alive.
     held = weakref.ref(parameter)
 
     def copied(grad: Tensor) -> Tensor | None:
         kept = held()
+        # Only the first gradient becomes `.grad` itself; later ones are added to it.
         return grad.clone() if kept is not None and kept.grad is None else None
 
     if computed.requires_grad:
@@ -276,4 +290,5 @@ def _swap(module: nn.Module, name: str, value: Any) -> None:
         name: Name of one of its own parameters.
         value: A plain tensor, a parameter or None.
     """
+    # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter.
     module._parameters[name] = value

@@ -44,14 +44,18 @@ class _VocabParallelNLL(torch.autograd.Function):
         smoothing: float,
         group: Any,
     ) -> Tensor:
+        # A rank may hold no columns, where V is small.
         columns = logits.shape[-1]
+        # The maximum over the whole vocabulary, so that no exponential overflows on any rank.
         highest = logits.amax(-1) if columns else logits.new_full(target.shape, -torch.inf)
         highest = all_reduce(highest, group, "max")
         shifted = logits - highest.unsqueeze(-1)
         exponentials = shifted.exp()
         inside = (target >= start) & (target < start + columns)
+        # Of labels that other ranks hold, column 0 is gathered, and masked below.
         local = torch.where(inside, target - start, 0)
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if columns else shifted.sum(-1)
+        # In one message: the sum of exponentials, and the logit of the label, which one rank has.
         parts = [exponentials.sum(-1), torch.where(inside, picked, 0)]
         if smoothing:
             parts.append(shifted.sum(-1))
@@ -60,6 +64,7 @@ class _VocabParallelNLL(torch.autograd.Function):
         loss = log_total - sums[1]
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (log_total - sums[2] / size)
+        # In place: the exponentials are not needed any more, and [N, V/tp] is large.
         softmax = exponentials.div_(sums[0].unsqueeze(-1))
         ctx.save_for_backward(softmax, local, inside)
         ctx.smoothing, ctx.size = smoothing, size
@@ -69,6 +74,7 @@ class _VocabParallelNLL(torch.autograd.Function):
     @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         softmax, local, inside = ctx.saved_tensors
+        # d loss / d logits = softmax - (1 - e) onehot - e / V.
         out = softmax - ctx.smoothing / ctx.size if ctx.smoothing else softmax.clone()
         if softmax.shape[-1]:
             hit = inside.to(out.dtype).mul_(1 - ctx.smoothing).neg_()
@@ -121,6 +127,7 @@ def vocab_parallel_cross_entropy(
     losses: Tensor = _VocabParallelNLL.apply(  # type: ignore[no-untyped-call]
         logits, safe, start, vocab_size, label_smoothing, group
     )
+    # NaN in place of an error on a device, which would have to be waited for.
     losses = torch.where(outside, torch.nan, torch.where(valid, losses, 0))
     if reduction == "none":
         return losses
@@ -152,6 +159,7 @@ class VocabShardedLogits(Tensor):
             group: The tensor-parallel ranks.
             vocab_dim: Which dim of `local` is the vocabulary.
         """
+        # Shape, dtype and device of the whole: code that asks gets what one process has.
         dim = vocab_dim % local.ndim
         shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
         made = make_wrapper(VocabShardedLogits, shape, dtype=local.dtype, device=local.device)
@@ -178,11 +186,14 @@ class VocabShardedLogits(Tensor):
         if not args and isinstance(kwargs.get("input"), VocabShardedLogits):
             args = (kwargs.pop("input"),)
         first = args[0] if args else None
+        # Operations whose first argument are the logits may be answered from the shard.
         if isinstance(first, VocabShardedLogits):
             _refuse_change(func)
             answer = _answer_from_shard(func, first, tuple(args[1:]), kwargs)
             if answer is not NotImplemented:
                 return answer
+        # Everything else is right on the whole logits: gathered by a collective, on all ranks
+        # alike.
         plain = tree_map(_gathered, (tuple(args), dict(kwargs)))
         return func(*plain[0], **plain[1])
 
@@ -206,6 +217,7 @@ class VocabShardedLogits(Tensor):
 def _refuse_change(func: Callable[..., Any]) -> None:
     """Refuse what would change the gathered copy and leave the logits as they were."""
     name = getattr(func, "__name__", "")
+    # Names of operations in place end with one underscore; `__getitem__` and the like with two.
     if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
         raise ConfigurationError(
             "LP317",
@@ -234,6 +246,7 @@ def _answer_from_shard(
         if func in (Tensor.is_floating_point, torch.is_floating_point):
             return True
         shape, dim, size = x.shape, x.vocab_dim, x.shape[x.vocab_dim]
+    # A hook on the logits sees the gradient of this rank's columns.
     if func is Tensor.register_hook or func is Tensor.__repr__:
         return func(x.local, *rest) if func is Tensor.register_hook else x.__repr__()
     if func is F.cross_entropy:
@@ -244,6 +257,7 @@ def _answer_from_shard(
         Tensor.contiguous,
         Tensor.to,
         Tensor.clone,
+        # Element by element: the shard's result is the shard of the result.
         Tensor.detach,
     ):
         return VocabShardedLogits.wrap(func(x.local, *rest, **kwargs), size, x.group, dim)
@@ -251,6 +265,7 @@ def _answer_from_shard(
         return NotImplemented
     if func is Tensor.__getitem__ and _keeps_last(rest[0], len(shape)):
         return VocabShardedLogits.wrap(x.local[rest[0]], size, x.group)
+    # [B, T, V] to [B, V, T], as F.cross_entropy wants the classes in dim 1.
     swaps = func in (Tensor.transpose, torch.transpose) and len(shape) == 3
     if swaps and sorted(d % 3 for d in rest) == [1, 2]:
         return VocabShardedLogits.wrap(x.local.transpose(1, 2), size, x.group, 1)
@@ -293,6 +308,7 @@ def _new_leading_shape(
         return list(whole[:-1]) if whole[-1] == shape[-1] else None
     if func in (Tensor.flatten, torch.flatten) and rest:
         start, end = rest[0] % len(shape), (rest[1] if len(rest) > 1 else -1) % len(shape)
+        # Only if the vocabulary is not among the flattened dims.
         if end < len(shape) - 1:
             return [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 : -1]]
     return None
@@ -313,6 +329,7 @@ def _cross_entropy(
     batch.
     """
     classes = 0 if x.local.ndim == 1 else 1
+    # Class weights and soft labels need the whole row: they are gathered.
     plain = weight is None and size_average is None and reduce is None
     plain = plain and reduction in ("mean", "sum", "none")
     if not plain or target.is_floating_point() or x.vocab_dim != classes:

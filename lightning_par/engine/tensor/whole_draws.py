@@ -38,6 +38,7 @@ def whole_random_draws() -> Iterator[None]:
     live side by side in one process share the kernels; the last one to end removes them.
     """
     with _LOCK:
+        # Kernels are global in torch: registered once, for however many runs.
         if not _running:
             library = Library("aten", "FRAGMENT")
             for name in (*_IN_PLACE, *_LIKE, *_BY_VALUES):
@@ -63,6 +64,7 @@ def _draw(
         given = whole(tensor)
     else:  # numbers are drawn in the order of the memory
         shape, strides = tensor.shape, tensor.stride()
+        # Strides of the whole: a transposed tensor gets its numbers in the order of its memory.
         given = torch.empty_strided(shape, strides, dtype=local.dtype, device=local.device)
     drawn = shard_of(operator(given, *rest, **(kwargs or {})), tensor)
     if not name.endswith("_"):

@@ -35,12 +35,15 @@ def read_whole_parameters(
     """
     hosts = [*resolved.block_names, *(name for name, _ in model.named_children())]
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
+    # Placed as whole on the tp axis: shards are never read by another module's code.
     left = {fqn for fqn, placement in placements.items() if not isinstance(placement, Shard)}
     if resolved.plan.sequence_region != "none":  # a module that a pattern misses is to be told
         styles = resolved.styles
         left = {fqn for fqn in left if styles.get(fqn.rpartition(".")[0]) == "replicated"}
     for host in hosts:
         inside = {fqn for fqn in left if fqn.startswith(host + ".")}
+        # Blocks come first: a parameter is swapped by its block, or else by the child of the
+        # model that holds it.
         left -= inside
         owners = [fqn.rpartition(".") for fqn in sorted(inside)]
         found = [(modules[owner], name) for owner, _, name in owners if owner in modules]
@@ -126,6 +129,7 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
     name, module = failing_module(model, error.__traceback__)
     where = f"{name} ({type(module).__name__})" if name else "the step"
     if not holds_tensor_shards(model):
+        # Only then is the error about shards.
         if not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             return None  # an error of the user's own code, which met no shard
         return PlanError(
@@ -159,6 +163,7 @@ def failing_module(model: nn.Module, trace: TracebackType | None) -> tuple[str, 
     """
     names = {id(module): name for name, module in model.named_modules()}
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+    # The innermost frame last: its `self` is the module that was computing.
     inside = [m for m in callers if isinstance(m, nn.Module) and names.get(id(m))]
     return (names[id(inside[-1])], inside[-1]) if inside else ("", model)
 
