@@ -51,6 +51,8 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
             "'position_ids'}) if its forward takes position_ids, or positions={} if it needs none "
             "or takes them from the batch."
         )
+    # The loss of a rank is weighted by the labels that it holds; other means do not divide by
+    # tokens.
     if batch.labels is None or batch.labels not in batch.sequence_dims:
         says = "names no labels of the batch"
         if batch.labels is not None:
@@ -68,6 +70,7 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
             "the next token may be on another rank. Shift them in the data, and set label_shift=0."
         )
     raise_problems(PlanError, "LP205", problems)
+    # After the problems of the plan: it names modules, which may not be there.
     _positions_of(model, plan.positions or {})
 
 
@@ -110,6 +113,8 @@ def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1)
     rings = degree // ulysses
     heads, ring = mesh.group("cp"), mesh.group("cp")
     if ulysses > 1 and rings > 1:
+        # Neighbors exchange heads, as all-to-all moves most: they are on one host, if any ranks
+        # are.
         heads = _own_group(mesh, [range(m * ulysses, (m + 1) * ulysses) for m in range(rings)])
         ring = _own_group(mesh, [range(place, degree, ulysses) for place in range(ulysses)])
     if rings > 1 and mesh.device_type == "cuda":
@@ -142,6 +147,7 @@ def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: Seque
     found = map(model.get_submodule, resolved.block_names)
     blocks = [block for block in found if not isinstance(block, StageStub)]
     summed = matching_modules(model, resolved.plan.replica_sums)
+    # The parent of what is summed computes the sum: its operations along T are allowed.
     added = sorted({name.rpartition(".")[0] for name in summed})
     intercept_attention(blocks, axis, map(model.get_submodule, added))
     for name, keyword in _positions_of(model, resolved.plan.positions or {}).items():
@@ -153,6 +159,7 @@ def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> Non
     # Taken once: it costs more than a small forward.
     signature = inspect.signature(module.forward)
 
+    # Arguments by position, too: the caller may pass positions either way.
     def fill(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if axis.positions is None:
             return None
@@ -162,6 +169,7 @@ def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> Non
             return None
         given[keyword] = axis.positions
         bound = signature.bind_partial()
+        # In the order of the signature, so that positional-only arguments stay positional.
         bound.arguments.update({n: given[n] for n in signature.parameters if n in given})
         return bound.args, bound.kwargs
 

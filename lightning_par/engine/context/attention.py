@@ -98,8 +98,10 @@ def attention(
             attn_mask=seen,
             is_causal=causal and seen is None,
             scale=scale,
+            # Fewer key/value heads than query heads.
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        # A row that sees nothing is NaN in some kernels of torch, and 0 here.
         parts.append(part if seen is None else part * seen.any(-1, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
@@ -120,6 +122,7 @@ class _Interception(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        # Outside of a divided step, as in validation on whole sequences, nothing is taken over.
         if self._axis.layout is None:
             return func(*args, **options)
         if func is F.scaled_dot_product_attention:
@@ -158,7 +161,9 @@ class _Interception(TorchFunctionMode):
             )
         visible = None
         if attn_mask is not None:
+            # Masks of fewer dims are broadcast from the left, as torch does.
             shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+            # A mask for each pair of tokens would need rows of other ranks.
             if is_causal or shape[1:3] != (1, 1) or shape[-1] != query.shape[-2]:
                 raise ConfigurationError(
                     "LP305",
@@ -197,6 +202,7 @@ class _Interception(TorchFunctionMode):
             return self._axis.attend(query, key, value, **options)
         # Kernels want heads of one size: zeros change neither the products nor the output.
         if options["scale"] is None:
+            # Of the real head dim, and not of the padded one.
             options["scale"] = 1 / math.sqrt(dim)
         size = max(dim, wanted)
         query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
@@ -218,6 +224,8 @@ def _summing(mode: _Interception, inner: Forward) -> Forward:
 
 def _inside(mode: _Interception, inner: Forward) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
+        # Modules inside a block do not enter again: a mode that is on the stack twice is asked
+        # twice.
         if mode.is_active:
             return inner(*args, **kwargs)
         mode.is_active = True
@@ -233,6 +241,7 @@ def _inside(mode: _Interception, inner: Forward) -> Forward:
 def _wrapped_modules(block: nn.Module) -> Iterator[nn.Module]:
     """Yield the block and the modules in it that are not torch's own, which call no attention."""
     for module in block.modules():
+        # A module of the block that is recomputed alone is not below the block's own forward.
         if module is block or not type(module).__module__.startswith("torch."):
             yield module
 

@@ -50,7 +50,9 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     Raises:
         ConfigurationError: It mixes along T; attention does not come here.
     """
+    # The first argument decides; an operation without a tensor mixes nothing.
     x = args[0] if args else kwargs.get("input")
+    # With one token there is nothing to mix; a tensor of one dim has no tokens.
     if not isinstance(x, Tensor) or x.ndim < 2 or t < 2:
         return
     name = getattr(func, "__name__", "")
@@ -59,11 +61,13 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     elif func in _CONVOLUTIONS:
         kernel = (args[1] if len(args) > 1 else kwargs["weight"]).shape[2:]
         places = x.shape[-_CONVOLUTIONS[func] :]
+        # A kernel of width 1 sees one token at a time.
         mixes = any(size == t and width > 1 for size, width in zip(places, kernel, strict=True))
     elif name in _ALONG_DIM and x.ndim > 2:
         mixes = _goes_along(x, kwargs.get("dim", args[1] if len(args) > 1 else None), t)
     elif name == "pad" and x.ndim > 2:
         pads = args[1] if len(args) > 1 else kwargs["pad"]
+        # F.pad counts dims from the last: entries 2 i and 2 i + 1 are of dim -1 - i.
         mixes = any(x.shape[-1 - place // 2] == t and pads[place] for place in range(len(pads)))
     elif func is Tensor.__getitem__ and x.ndim > 2:
         mixes = _takes_part(x, args[1], t)
@@ -91,6 +95,7 @@ def _goes_along(x: Tensor, dim: object, t: int) -> bool:
     inner = {d % x.ndim for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim}
     if inner == {x.ndim - 1}:  # the scores of attention that nobody intercepts
         return x.ndim == 4 and x.shape[-1] == x.shape[-2] == t
+    # Certain only if no other dim has t entries by chance.
     return x.shape.count(t) == 1 and any(x.shape[d] == t for d in inner - {x.ndim - 1})
 
 
@@ -99,6 +104,7 @@ def _takes_part(x: Tensor, index: Any, t: int) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     if x.shape.count(t) > 1 or any(not isinstance(part, int | slice) for part in parts):
         return False
+    # Without the first dim, which is the batch, and the last, which is features.
     for size, part in list(zip(x.shape[:-1], parts, strict=False))[1:]:
         taken = len(range(*part.indices(size))) if isinstance(part, slice) else 1
         if size == t and 0 < taken < size:
@@ -147,9 +153,12 @@ class CountedPositions(TorchFunctionMode):
         self.found: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # First the call: its result tells how many positions were counted.
         out = func(*args, **(kwargs or {}))
         if self.found is None and self._t > 1:
             if func is torch.arange:
+                # Integers from 0 to t - 1 are positions, or classes: then torchmetrics is on the
+                # stack.
                 counts = out.ndim == 1 and len(out) == self._t and not out.is_floating_point()
             else:
                 counts = func is Tensor.__getitem__ and self._is_head(args[0], args[1])
@@ -159,6 +168,7 @@ class CountedPositions(TorchFunctionMode):
 
     def _is_head(self, x: Tensor, index: Any) -> bool:
         first = index[0] if isinstance(index, tuple) and index else index
+        # A computed tensor is no table of positions.
         if not isinstance(first, slice) or x.ndim < 2 or x.grad_fn is not None:
             return False
         return first.start in (None, 0) and first.stop == self._t and x.shape[0] > self._t

@@ -49,6 +49,7 @@ class KeyMask:
     complete: tuple[bool, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        # Once for a mask: it waits for the device, and all layers share the mask.
         if not self.complete:
             told = self.visible.flatten(1).all(1).tolist()
             object.__setattr__(self, "complete", tuple(told))
@@ -105,6 +106,7 @@ class _Call:
         """Wait for gradients, add them to `home` and free them."""
         arrived = self.wait(pending)
         if pending is not None:
+            # Freed before the next exchange is posted, so that one buffer is alive at a time.
             pending.received = None
         if arrived is not None:
             home.add(arrived)
@@ -147,6 +149,7 @@ def ring_attention(
     """
     masked = mask is not None and not all(mask.complete)
     takes_bias = masked or schedule.window is not None
+    # Shared by forward and backward, as both have to walk through the same steps.
     call = _Call(
         schedule=schedule,
         member=member,
@@ -162,6 +165,7 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+        # One flat copy of keys and values: a message is contiguous, and saved once.
         own, query = KeyValues.pack(key, value), _rows(query)
         out, logsum = _forward(call, query, own)
         out = out.to(query.dtype)
@@ -185,6 +189,7 @@ def _band_bias(block: AttentionBlock, dtype: torch.dtype, device: torch.device) 
     assert block.band is not None
     (q, r), (k, m), (low, high) = block.queries, block.keys, block.band
     hidden = torch.ones(r - q, m - k, dtype=torch.bool, device=device)
+    # band (a, b): visible for a <= i - j < b.
     hidden = hidden.tril(-high) | hidden.triu(1 - low)
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)[None, None]
 
@@ -197,16 +202,22 @@ def _rows(x: Tensor) -> Tensor:
 def _forward(call: _Call, query: Tensor, own: KeyValues) -> tuple[Tensor, Tensor]:
     """Return the output, in float32 or wider, and the logarithm; -inf where nothing is seen."""
     found: tuple[Tensor, Tensor] | None = None
+    # Posted before anything is computed: the first keys travel while this rank attends to its
+    # own.
     pending, held = call.post(1, own, own), own
     for index, step in enumerate(call.steps):
         if index:
+            # Direct: what arrived. Ring: nothing arrives where nobody further needs it.
             held = call.wait(pending) or held
+            # The next exchange before this step's blocks, for the same reason.
             pending = call.post(index + 1, own, held)
         for block in step.blocks:
             a, b = block.queries
             key, value = held.slice(block.keys)
             options = call.options(step, block, query)
             part = call.kernel.forward(query[:, :, a:b], key, value, options)
+            # The usual case: the first block covers all queries, and is the result so far,
+            # without a copy.
             if found is None and b - a == query.shape[2]:
                 found = part[0].to(wide(query.dtype)), part[1]
                 continue
@@ -231,6 +242,7 @@ def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> No
         part: [B, N, S, H], normalized by itself.
         part_logsum: [B, N, S].
     """
+    # out = sum_i exp(l_i - l) out_i with l = log(sum_i exp(l_i)); two terms at a time.
     merged = torch.logaddexp(logsum, part_logsum)
     weight = (part_logsum - merged).exp_().nan_to_num_(0)  # -inf less -inf: neither saw anything
     out.lerp_(part.to(out.dtype), weight[..., None])
@@ -258,19 +270,23 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
     kind = wide(saved.query.dtype)
     of_query = torch.zeros(saved.query.shape, dtype=kind, device=saved.query.device)
     pending, held = call.post(1, own, own), own
+    # In float32 or wider, as up to cp members add to it.
     home = KeyValues.empty(own.intervals, own, kind)
     _add_step(call, call.steps[0], saved, own, of_query, home)
     returning: PendingExchange | None = None
     for index, step in enumerate(call.steps[1:], 1):
         held = call.wait(pending) or held
         pending = call.post(index + 1, own, held)
+        # Where gradients of this step belong, in the places of the keys' owner.
         places = () if step.send_gradients is None else step.send_gradients.intervals
         part = KeyValues.empty(places, own, kind)
         if call.schedule.route == "direct":
             _add_step(call, step, saved, held, of_query, part)
             part = part.to(own.flat.dtype)
+            # In the order of the steps on every run, so that the sums have the same bits.
             call.collect(returning, home)
         else:
+            # Ring: what earlier members found for this owner is added to on its way home.
             _add_step(call, step, saved, held, of_query, part, call.wait(returning))
         if call.channel is not None:
             ways = step.send_gradients, step.receive_gradients
@@ -300,6 +316,7 @@ def _add_step(
         earlier: What other members found for the same owner; counts in.
     """
     # One block that covers all of `total` can be stored; others are added to zeros.
+    # Spares a pass over memory that sets zeros.
     whole = len(step.blocks) == 1 and (step.blocks[0].keys,) == total.intervals and not earlier
     if not whole:
         total.flat.zero_()

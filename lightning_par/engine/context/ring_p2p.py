@@ -76,6 +76,7 @@ class KeyValues:
         """Return the message of some of these places; itself, if they are all of them."""
         if intervals == self.intervals:
             return self
+        # Cut out of both halves into one contiguous message.
         part = KeyValues.empty(intervals, self)
         for mine, theirs in ((self.key, part.key), (self.value, part.value)):
             chosen = [mine[:, :, a:b] for a, b in places_in(intervals, self.intervals)]
@@ -160,6 +161,7 @@ class RingChannel:
             received = KeyValues.empty(receive.intervals, source, dtype)
             peer = self._ranks[receive.peer]
             operations.append(dist.P2POp(dist.irecv, received.flat, peer, self._group))
+        # One batch: NCCL groups both, so that neither waits for the other to be posted.
         works = dist.batch_isend_irecv(operations) if operations else []
         return PendingExchange(received, sent, works)
 
@@ -167,5 +169,6 @@ class RingChannel:
         """Wait until a send has left and a receive has arrived; return the latter."""
         for work in pending.works:
             work.wait()
+        # Only now may the memory of what was sent be freed.
         pending.works, pending.sent = [], None
         return pending.received

@@ -82,6 +82,7 @@ class TokenLayout:
     def padded(self) -> int:
         """T': the smallest length of 2N equal chunks (N, if contiguous) that all ranks divide."""
         chunks = 2 * self.ring if self.zigzag else self.ring
+        # A multiple of the number of chunks, and of what each rank has to hold.
         step = math.lcm(chunks, self.ranks * self.divisor)
         return -(-self.length // step) * step
 
@@ -101,6 +102,8 @@ class TokenLayout:
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
         """Return the tokens of a rank, in the order in which it holds them."""
+        # A member's tokens are cut evenly among its ulysses ranks, in the order in which it has
+        # them.
         member, place = divmod(rank, self.ulysses)
         start, stop = place * self.local, (place + 1) * self.local
         found, at = [], 0
@@ -203,6 +206,7 @@ class RingSchedule:
                 f"cu_seqlens={list(bounds)} must rise from 0 to the {self.layout.length} tokens of "
                 "the whole sequence.",
             )
+        # Empty documents fall away: equal schedules are one entry of the caches.
         object.__setattr__(self, "documents", tuple(dict.fromkeys(bounds)))
         if self.window is not None:
             if min(self.window) < 0:
@@ -213,6 +217,7 @@ class RingSchedule:
                 )
             left, right = self.window[0], 0 if self.causal else self.window[1]
             farthest = max(b - a for a, b in pairwise(bounds)) - 1
+            # A window as wide as the longest document hides nothing: then kernels need no mask.
             hides = left < farthest or (right < farthest and not self.causal)
             object.__setattr__(self, "window", (left, right) if hides else None)
 
@@ -270,6 +275,7 @@ def blocks_of(schedule: RingSchedule, member: int, owner: int) -> tuple[Attentio
         owner: Has the keys; may be the same.
     """
     bounds, blocks, start = schedule.documents, list[AttentionBlock](), 0
+    # Chunk by chunk: the member's tokens are not consecutive under zigzag.
     for a, b in schedule.layout.of_member(member):
         first = bisect_right(bounds, a) - 1
         last = bisect_left(bounds, b)
@@ -278,6 +284,8 @@ def blocks_of(schedule: RingSchedule, member: int, owner: int) -> tuple[Attentio
             if schedule.window is not None:
                 blocks += _blocks_in_window(schedule, owner, (low, high), segment, start - a)
                 continue
+            # Under a causal mask: keys before the segment as a rectangle; the segment itself is a
+            # square.
             document = low, segment[0] if schedule.causal else high
             queries = start + segment[0] - a, start + segment[1] - a
             blocks += _blocks_of_segment(schedule, owner, document, segment, queries)
@@ -303,6 +311,7 @@ def _blocks_of_segment(
         if low < high:
             keys = start + low - c, start + high - c
             found.append(AttentionBlock(queries=queries, keys=keys, causal=False))
+        # The square on the diagonal is at the owner of the segment, which is this member itself.
         if schedule.causal and c <= segment[0] < d:
             keys = start + segment[0] - c, start + segment[1] - c
             found.append(AttentionBlock(queries=queries, keys=keys, causal=True))
@@ -326,6 +335,7 @@ def _blocks_in_window(
     """
     assert schedule.window is not None
     left, right = schedule.window
+    # As wide as the window: a tile of q queries reads q + left + right keys.
     size = min(max(left + right, _TILE[0]), _TILE[1])
     found = []
     for first in range(*segment, size):
@@ -335,6 +345,7 @@ def _blocks_in_window(
             low, high = max(c, document[0], first - left), min(d, document[1], stop + right)
             if low < high:
                 ahead = first - low
+                # In places of the block: query i is token first + i, key j is token low + j.
                 band = -right - ahead, left + 1 - ahead
                 sees_all = band[0] <= low + 1 - high and stop - first <= band[1]
                 found.append(
@@ -357,6 +368,7 @@ def _join_blocks(blocks: Sequence[AttentionBlock]) -> tuple[AttentionBlock, ...]
         if not block.causal and block.band is None:
             by_queries.setdefault(block.queries, []).append(block.keys)
     by_keys: dict[Interval, list[Interval]] = {}
+    # Twice: queries with the same keys become one block as well.
     for queries, found in by_queries.items():
         for keys in join_intervals(found):
             by_keys.setdefault(keys, []).append(queries)
@@ -402,6 +414,8 @@ def ring_steps(schedule: RingSchedule, member: int) -> tuple[RingStep, ...]:
 
 def _direct_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
     size = schedule.layout.ring
+    # In step s every member receives from s places before it and sends to s places behind it: a
+    # permutation, so that each has one send and one receive.
     owner, reader = (member - step) % size, (member + step) % size
     taken, given = _needs(schedule, member, owner), _needs(schedule, reader, member)
     return RingStep(
@@ -422,6 +436,7 @@ def _neighbor_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
     size = schedule.layout.ring
     owner, before, after = (member - step) % size, (member - 1) % size, (member + 1) % size
 
+    # Of an owner's keys, those that members from step `first` on will read.
     def still_needed(whose: int, first: int) -> tuple[Interval, ...]:
         readers = ((whose + s) % size for s in range(first, size))
         return join_intervals(i for r in readers for i in _needs(schedule, r, whose))
@@ -430,6 +445,7 @@ def _neighbor_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
         readers = ((whose + s) % size for s in range(1, last + 1))
         return join_intervals(i for r in readers for i in _needs(schedule, r, whose))
 
+    # What this member hands on in this step, and whose gradients reach it in return.
     passed, grown = (owner + 1) % size, (owner - 1) % size
     return RingStep(
         owner=owner,

@@ -83,12 +83,15 @@ class SequenceShard:
             PlanError: The batch has no such entry or dim.
             ConfigurationError: The entries differ in T.
         """
+        # Before it is cut, as a check may read whole sequences.
         for check in self.checks:
             check(batch)
+        # Shifted while whole: the label of a rank's last token is the first one of another rank.
         if batch_layout.label_shift and batch_layout.shifted is not None:
             batch = shift_labels(batch, batch_layout)
         dims = sequence_entries(batch, batch_layout)
         found = {path: (batch_entry(batch, path), dim) for path, dim in dims.items()}
+        # Sets the layout before anything is cut by it.
         layout = self.set_length(_common_length(found))
         labels = batch_layout.labels, batch_layout.shifted
         shards = {}
@@ -97,6 +100,7 @@ class SequenceShard:
             shards[path] = self.shard_tensor(entry, dim, padding)
         device = next(iter(found.values()))[0].device
         places = torch.arange(layout.length, device=device)[None]
+        # Padding repeats the last position: a table of positions has no row for more.
         self.positions = self.shard_tensor(places, 1, layout.length - 1)
         return with_entries(batch, shards)
 
@@ -107,6 +111,7 @@ class SequenceShard:
             length: T.
         """
         ring = self.group.size() // self.ulysses
+        # Masks are known by the memory of the batch that is over.
         self._masks.clear()
         self.layout = TokenLayout(
             length=length,
@@ -133,6 +138,7 @@ class SequenceShard:
         assert self.layout is not None
         chunks = []
         for a, b in self.layout.of_rank(self.group.rank()):
+            # A chunk may lie beyond the last token in part, or wholly.
             stop = min(b, self.layout.length)
             start = min(a, stop)
             chunks.append(whole.narrow(dim, start, stop - start))
@@ -190,6 +196,7 @@ class SequenceShard:
         )
         mask = None if visible is None else self._gather_mask(visible)
         if self.heads is not None:
+            # First spread, then exchanged: each rank of the u gets heads of its own.
             key, value = (self._spread_heads(x) for x in (key, value))
             query, key, value = (gather_tokens(x, self.heads) for x in (query, key, value))
         out = ring_attention(
@@ -246,9 +253,12 @@ class SequenceShard:
         """Return the mask of all ranks, gathered once for all layers that pass the same tensor."""
         # By memory and version, as every layer may reshape the mask into a new tensor object.
         version = None if visible.is_inference() else count_of_changes(visible)
+        # Two tensors of one batch may share memory at other times: hence version, offset and
+        # strides.
         at = visible.untyped_storage().data_ptr(), visible.storage_offset(), version
         known = (*at, visible.shape, visible.stride())
         if known not in self._masks:
+            # The tensor is kept with it: while it lives, its memory is nobody else's.
             self._masks[known] = visible, self.gather_visible(visible)
         return self._masks[known][1]
 
@@ -264,6 +274,7 @@ class SequenceShard:
         **Communicates**: one all-gather of a byte for every token.
         """
         own = _codes(visible)
+        # On all ranks of the axis, and once for a batch: all of them see the same mask object.
         whole = all_gather(own, 0, self.group)
         if visible.dtype is not torch.bool and bool((whole == _NEITHER).any()):
             raise ConfigurationError(
@@ -271,6 +282,7 @@ class SequenceShard:
                 "attn_mask holds numbers other than 0 and minus infinity; with "
                 "context_parallel_size > 1 a mask may hide keys, but not weigh them.",
             )
+        # Rank = member * ulysses + place: the tokens of a member's ranks follow each other.
         by_rank = whole.view(-1, self.ulysses, *own.shape)  # [members, places, B, t]
         return KeyMask(by_rank.transpose(1, 2).flatten(2) == 1)
 
@@ -282,6 +294,7 @@ def _codes(visible: Tensor) -> Tensor:
     """Return bytes: 1 for a visible key, 0 for a hidden one, 2 for a weight that is neither."""
     if visible.dtype is torch.bool:
         return visible.to(torch.uint8)
+    # Models mask by -inf or by about the least number of the dtype.
     hidden = visible <= torch.finfo(visible.dtype).min / 2
     codes = torch.full(visible.shape, _NEITHER, dtype=torch.uint8, device=visible.device)
     return codes.masked_fill_(hidden, 0).masked_fill_(visible == 0, 1)

@@ -21,6 +21,7 @@ __all__ = ["gather_tokens", "scatter_tokens"]
 def _exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
     """Cut dim `split` among the ranks, and join dim `join` of what they send."""
     ranks = group.size()
+    # [u, ...] in contiguous pieces, as all_to_all_single sends rows.
     parts = torch.stack([c.contiguous() for c in x.chunk(ranks, split)])
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)
@@ -36,6 +37,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split, join = ctx.dims
+        # The inverse exchange; through `apply_function`, so that it can be differentiated again.
         return apply_function(_Exchange, grad, join, split, ctx.group), None, None, None
 
 

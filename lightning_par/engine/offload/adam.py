@@ -52,11 +52,13 @@ class AdamRule:
             decoupled: What the optimizer's class does, for groups that do not say.
         """
         first, second = group["betas"]
+        # As floats now: a scheduler may change the group before a delayed update reads it.
         return cls(
             lr=float(group["lr"]),
             betas=(float(first), float(second)),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
+            # Newer versions of torch keep it in the group, where AdamW is a kind of Adam.
             decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
             maximize=bool(group["maximize"]),
         )
@@ -97,6 +99,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         ConfigurationError: It is not a plain Adam or AdamW.
     """
     kind = type(optimizer)
+    # `not in`, no isinstance: a subclass may compute another step.
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigurationError(
             "LP604",

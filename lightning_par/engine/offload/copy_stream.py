@@ -72,6 +72,8 @@ class CopyStream:
             copy: Its memory goes to no later copy before what the current stream does with it, as
                 asked for when it is freed, is over.
         """
+        # The allocator would give the memory to the copy stream again while the current one reads
+        # it.
         copy.record_stream(self._module.current_stream())
 
     def record_event(self) -> Any:
@@ -106,6 +108,7 @@ class BegunCopies:
         Args:
             tensor: Nobody may change it before it is taken, other than by operators of torch.
         """
+        # Inference tensors have no version counter, by which a change would be noticed.
         is_known = not tensor.is_inference() and tensor not in self._begun
         if is_known and _is_plain(tensor) and tensor.is_pinned():
             self._begun[tensor] = count_of_changes(tensor), self._stream.send(tensor)
@@ -119,6 +122,7 @@ class BegunCopies:
         """
         if not _is_plain(tensor):
             return tensor
+        # Given once, so that a tensor that is moved twice has two copies, as with `Tensor.to`.
         changes, copy = self._begun.pop(tensor, (0, None))
         if copy is None or changes != count_of_changes(tensor):
             copy = self._stream.send(_pinned(tensor))

@@ -67,6 +67,7 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
             by others.
     """
     compiler = find_compiler() if compiler is None else compiler
+    # Macros name the instruction sets: a cache on a shared disk serves machines that differ.
     tuned, macros = _target(compiler)
     text = source.read_bytes()
     parts = [text, " ".join([*_OPTIONS, *tuned]).encode(), macros]
@@ -79,9 +80,11 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
             f"others, who could run code as you. Use `chmod 700 {folder}`, or another folder in "
             "XDG_CACHE_HOME.",
         )
+    # Loading a library runs code: one that somebody else may have written is compiled anew.
     if library.is_file() and _is_private(library):
         return library
     try:
+        # For this user only, as what is in it will be loaded.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(prefix=library.stem, suffix=".part", dir=folder)
     except OSError as error:
@@ -94,6 +97,7 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
     try:
         _run([compiler, *_OPTIONS, *tuned, str(source), "-o", partial])
         Path(partial).chmod(0o700)
+        # Renamed when complete: another process loads a whole file or none.
         Path(partial).replace(library)
     finally:
         Path(partial).unlink(missing_ok=True)
@@ -110,6 +114,7 @@ def _target(compiler: str) -> tuple[tuple[str, ...], bytes]:
     """Return the options that tune for this machine, and the macros that they define."""
     # Not every compiler knows -march=native or the width of vectors: drop what it refuses.
     ask = ["-dM", "-E", "-x", "c++", os.devnull]
+    # From the best options to those that every compiler has.
     for tuned in (_TUNED, _TUNED[:1]):
         try:
             return tuned, _run([compiler, *tuned, *ask])

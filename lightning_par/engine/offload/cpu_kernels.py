@@ -155,6 +155,7 @@ class _NativeKernel:
             beta1=first,
             beta2=second,
             eps=rule.eps,
+            # One formula for both kinds: decoupled decay, and L2, which is 0 for the other.
             decay=rule.weight_decay if rule.decoupled else 0.0,
             l2=0.0 if rule.decoupled else rule.weight_decay,
             correction1=1 - first**step,
@@ -213,6 +214,7 @@ class _TorchKernel:
         self, rule: AdamRule, tile: AdamTensors, step: int, scale: float, largest: float
     ) -> None:
         wide, short = tile.master.dtype, tile.mean.dtype != tile.master.dtype
+        # In the order of the rule: scale, then bound.
         grad = tile.grad.to(wide).mul(scale).clamp_(-largest, largest)
         # torch's kernel wants one dtype, and would round short moments to the nearest.
         mean, square = (m.to(wide) if short else m for m in (tile.mean, tile.square))
@@ -232,6 +234,7 @@ class _TorchKernel:
             amsgrad=False,
             maximize=rule.maximize,
         )
+        # torch's kernel has written the wide copies; the short ones are rounded from them.
         if short:
             round_randomly(mean, square, tile.mean, tile.square, tile.first, mixed(step))
         tile.out.copy_(tile.master)

@@ -50,8 +50,11 @@ class HostSums:
             if place not in self._memory:
                 wide = held.master.dtype
                 self._memory[place] = torch.empty_like(held.slots[slot], dtype=wide)
+            # Decided here, in order: the worker adds later, when `_totals` may be those of the
+            # next step.
             terms.append((self._memory[place], held.slots[slot], held in self._totals))
             self._totals[held] = self._memory[place]
+        # In the worker's one thread, and so after updates that read the same slots.
         self._running.append(self._worker.run(ready, lambda: _add(terms)))
 
     def wait(self) -> None:

@@ -86,8 +86,10 @@ class HostOptimizer:
         self.offloaded_gradients = OffloadedGradients()
         self.early_updates, self.defers = 0, False
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        # The last ones, as their gradients come first.
         parameters = offloaded_parameters(parameters, options.offload_fraction)
         self._held, self._storage = allocate(parameters, options, device)
+        # After the user's `step`, which finds no gradients, and before hooks that follow it.
         self._handles: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
         if options.overlap == "auto" and not options.offload_parameters:
             self._handles += [
@@ -169,6 +171,7 @@ class HostOptimizer:
             OffloadError: A parameter was changed while its update was under way.
         """
         if self.state not in (OffloadState.ACCUMULATING, OffloadState.PARTIAL):
+            # Sums of earlier batches of the step have to stay.
             self._start_step()
         self._refresh_masters(step)
         self._step = step
@@ -179,6 +182,7 @@ class HostOptimizer:
         overlaps = self._options.overlap == "auto"
         if self.state is OffloadState.PARTIAL:
             self._enter(OffloadState.COMPLETING)
+        # With an update under way the slots of that one are busy until the end of the backward.
         elif streams and overlaps and not (self._options.delays(step) or self._submitted):
             self._enter(OffloadState.STREAMING)
         else:
@@ -204,10 +208,12 @@ class HostOptimizer:
                 self._enter(OffloadState.PARTIAL)
             case OffloadState.STREAMING:
                 self._enter(OffloadState.SUBMITTED)
+            # COLLECTING, or COMPLETING after the last of several batches.
             case state:
                 self._enter(OffloadState.COLLECTED)
                 if state is OffloadState.COMPLETING:
                     self._take_sums()
+                # The backward has read the old parameters to its end.
                 self._publish()
 
     def finish_deferred(self) -> None:
@@ -229,6 +235,7 @@ class HostOptimizer:
         Raises:
             OffloadError: A parameter was changed while its update was under way.
         """
+        # A change behind a delayed update would be overwritten by its result.
         for bucket, _, _ in self._submitted:
             for held in bucket:
                 if held.is_changed():
@@ -338,6 +345,7 @@ class HostOptimizer:
         for held in self._held.values():
             is_marked = held.is_changed()
             is_written = compares and not is_marked and held.differs()
+            # Once a write without a mark was seen, there may be more.
             self._is_written_to = self._is_written_to or is_written
             if is_marked or is_written:
                 if self._submitted:
@@ -357,6 +365,7 @@ class HostOptimizer:
         """Send a gradient to the host and free its memory on the device."""
         held, grad = self._held[parameter], parameter.grad
         assert grad is not None
+        # Frees the device's memory once the copy is over; the optimizer's own step finds nothing.
         parameter.grad = None
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
             # Autograd may leave it replicated or partial; the states are sharded as the parameter.
@@ -423,6 +432,7 @@ class HostOptimizer:
 
     def _submit(self) -> None:
         """Submit the closed buckets to the worker."""
+        # What groups without the key `decoupled_weight_decay` mean.
         plain = type(self._optimizer) is torch.optim.AdamW
         rules = {
             p: AdamRule.of_group(group, decoupled=plain)

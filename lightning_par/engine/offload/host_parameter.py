@@ -78,6 +78,7 @@ class HostParameter:
     step: int = 0
     grad: Tensor | None = None
     total: Tensor | None = None
+    # What `_stamp` gave when parameter and master agreed last; None: never.
     _seen: tuple[int, int, int] | None = None
     _has_master: bool = False
     _count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
@@ -118,6 +119,7 @@ class HostParameter:
     def refresh_master(self) -> None:
         """Copy a changed parameter to the master; see Note [Stale masters]."""
         value = self.local.to("cpu")
+        # A master that was made once has more digits than the parameter.
         if self._has_master:
             # Compared in the parameter's dtype: where it agrees, the master's digits are kept.
             kept = self.master.to(value.dtype) == value
@@ -152,6 +154,7 @@ class HostParameter:
         """
         self.step += 1
         self._count.fill_(self.step)  # in place: the optimizer's state holds this tensor
+        # A parameter on the host is written in place; else the kernel writes to the slot.
         out = self.slots[slot] if self.grad is None else self.local
         # Autograd may compute a transposed gradient; a slot and a sum are contiguous already.
         grad = self.gradient(slot).contiguous()
@@ -172,6 +175,7 @@ class HostParameter:
         if not self.step:
             return {}
         held = {"exp_avg": self.mean, "exp_avg_sq": self.square}
+        # float32 parameters are their own master, and checkpoints stay those of torch's Adam.
         if self.parameter.dtype != self.master.dtype:
             held[MASTER] = self.master
         sharded = {name: _like_parameter(self.parameter, part) for name, part in held.items()}
@@ -185,6 +189,7 @@ class HostParameter:
         """
         # Without a stored master, the first refresh makes it from the parameter.
         self._has_master = self._has_master or MASTER in names
+        # Unlike any stamp, so that the next batch compares parameter and master.
         self._seen = None
         return {"exp_avg": self.mean, "exp_avg_sq": self.square, MASTER: self.master}
 

@@ -80,6 +80,7 @@ class HostStorage:
         for dtype in dtypes:
             size = shape.numel() * dtype.itemsize
             found.append(self._bytes[self._used : self._used + size].view(dtype).view(shape))
+            # On a page of its own, as madvise and O_DIRECT work on pages.
             self._used += padded(size, PAGE)
         size = self._used - start
         if self._direct is None:
@@ -144,6 +145,7 @@ def offloaded_parameters(parameters: Sequence[nn.Parameter], fraction: float) ->
     wanted = fraction * sum(p.numel() for p in parameters)
     chosen: list[nn.Parameter] = []
     held = 0
+    # From the end, until the wanted fraction is reached.
     for parameter in reversed(parameters):
         if held >= wanted:
             break
@@ -169,6 +171,7 @@ def allocate(
     tile = max((_file_size(p, options, TILE) for p in parameters), default=PAGE)
     storage = HostStorage(options.folder, size, max(PAGE, tile))
     on_host = options.offload_parameters  # gradients are there already: no slots
+    # Aligned, so that each slot begins on a cache line of its own.
     sizes = [0 if on_host else padded(_bytes(p), _ALIGNMENT) for p in parameters]
     count = 1 if options.delayed_update is False else 2
     pins = options.pins(device)

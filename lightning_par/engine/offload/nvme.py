@@ -68,6 +68,7 @@ class NvmeRange:
         Args:
             tensors: States as views of the map, gradient and output in memory.
         """
+        # The map is memory: one slice, which the system reads as it is touched.
         yield tensors
         self.release()
 
@@ -108,6 +109,7 @@ class DirectIOFile:
             buffer = self._free.get()  # blocks the reader until a write has freed one
             try:
                 _transfer(os.preadv, self._file, buffer, extents)
+            # Freed here, as the caller never gets it.
             except BaseException:
                 self._free.put(buffer)  # a lost buffer would block the reader for good
                 raise
@@ -133,6 +135,7 @@ class DirectIOFile:
             if done.exception() is None:
                 self._free.put(done.result())
 
+        # Also of a read that is still running.
         reading.add_done_callback(free)
 
     def wait(self) -> None:
@@ -200,17 +203,20 @@ class DirectNvmeRange(NvmeRange):
         """Yield tile after tile."""
         entries = tensors.master.numel()
         self.prefetch(tensors)
+        # Started by the parameter before, so that the disk has worked already.
         coming, self._first_read = self._first_read, None
         for low in range(0, entries, TILE):
             high = min(low + TILE, entries)
             assert coming is not None
             here, buffer = coming, coming.result()
+            # The next tile is read while the caller computes this one.
             if high < entries:
                 coming = self.direct.read(self._extents(tensors, high, high + TILE))
             extents = self._extents(tensors, low, high)
             try:
                 yield _in_buffer(tensors.part(low, high), buffer, extents)
             except GeneratorExit:  # an update failed; others may follow, and need buffers
+                # A set, as both may be the same future; a finished read has a buffer as well.
                 for reading in {here, coming}:
                     self.direct.discard(reading)
                 raise
@@ -235,6 +241,7 @@ def _in_buffer(tensors: AdamTensors, buffer: mmap.mmap, extents: Sequence[_Exten
         (tensors.master, tensors.mean, tensors.square), extents, strict=True
     ):
         used: Tensor = memory[at : at + state.numel() * state.element_size()]
+        # Views of the buffer: the kernel computes in place, and the buffer is written back.
         found.append(used.view(state.dtype))
         at += size
     master, mean, square = found
@@ -262,6 +269,7 @@ def open_direct(file: int, mapped: mmap.mmap) -> int | None:
         return None
     try:
         # The file has no name any more; the system still offers it here.
+        # A second open file of the same inode; flags of a descriptor cannot be added later.
         direct = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
@@ -278,6 +286,7 @@ def open_direct(file: int, mapped: mmap.mmap) -> int | None:
 def _agrees(direct: int, mapped: mmap.mmap) -> bool:
     """Whether the map and O_DIRECT each show what was written through the other; leaves zeros."""
     page = mmap.mmap(-1, PAGE)
+    # One way writes, the other reads, in both directions: a file system may keep two caches.
     mapped[:PAGE] = b"\1" * PAGE
     mapped.flush(0, PAGE)
     seen = os.preadv(direct, [page], 0) == PAGE and page[:] == b"\1" * PAGE

@@ -48,6 +48,7 @@ class OffloadedGradients:
         dtype = torch.float64 if local.dtype is torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(local, dtype=dtype)
         # The sum of squares may overflow although every entry is finite.
+        # Overflow is told by the largest entry.
         self._peaks[parameter] = _peak(local)
         self._norms[parameter] = norm, not isinstance(grad, DTensor) or is_counted_here(grad)
 
@@ -69,6 +70,7 @@ class OffloadedGradients:
             inverse: One over the loss scale.
             found: Set to 1 if an entry of a gradient is not finite.
         """
+        # Applied by the kernel: gradients on the host are not touched before it reads them.
         self.factor = self.factor * inverse
         for peak in self._peaks.values():
             found.clamp_(min=(~peak.isfinite()).to(found))

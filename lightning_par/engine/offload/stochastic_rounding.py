@@ -33,6 +33,7 @@ def round_randomly(
         seed: Hash of the step, 32 bits.
     """
     # int64 holds the unsigned 32-bit arithmetic of adam.cpp, which torch has no dtype for.
+    # The same hash as in adam.cpp, entry by entry.
     random = (torch.arange(first, first + mean.numel()) & _MASK) ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         random = ((random ^ (random >> shift)) * factor) & _MASK
@@ -44,6 +45,7 @@ def round_randomly(
 
 def _round(values: Tensor, out: Tensor, random: Tensor) -> None:
     bits = values.view(torch.int32).long() & _MASK
+    # Adding 16 random bits carries with the probability of the bits that are cut off.
     rounded = ((bits + random) >> 16) << 16
     # Adding to a NaN could carry into its sign or make it infinite.
     rounded = torch.where(values.isnan(), bits | 0x400000, rounded)

@@ -51,6 +51,7 @@ class UpdateWorker:
         self, kernel: AdamKernel, threads: int, device: torch.device | None = None
     ) -> None:
         self.kernel = kernel
+        # torch's kernel has threads of its own: more of ours would compete with them.
         self._parts = 1 if kernel.is_parallel else threads
         self._waiting: deque[Sequence[Update]] = deque()
         # A new thread has the first device of the host as its own, and what waits there for another
@@ -71,6 +72,7 @@ class UpdateWorker:
             scale: Factor of every gradient.
             largest: Largest absolute value of a scaled gradient; entries beyond are clamped.
         """
+        # In the order of submission, which `_run` reads ahead in.
         self._waiting.append(updates)
         return self._thread.submit(self._run, ready, updates, scale, largest)
 
@@ -99,6 +101,7 @@ class UpdateWorker:
         ready.synchronize()
         # Read ahead, so that the disk works while a kernel does: through the map a bucket ahead,
         # with O_DIRECT one parameter, which is all that its few buffers hold.
+        # The bucket after this one, if it has been submitted already.
         following = self._waiting[0] if self._waiting else ()
         for update in following:
             if update.nvme is not None:

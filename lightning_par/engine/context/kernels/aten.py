@@ -163,6 +163,7 @@ class EagerKernel(AttentionKernel):
 
     name = "eager"
 
+    # Query heads in groups that share a key/value head: [B, K, N/K, S, H] @ [B, K, 1, H, T].
     def _scores(self, query: Tensor, key: Tensor, options: BlockOptions) -> Tensor:
         """Return [B, K, N/K, S, T]."""
         scores = (query * options.scale) @ key.transpose(-1, -2)[:, :, None]
@@ -181,6 +182,7 @@ class EagerKernel(AttentionKernel):
         grouped = query.to(kind).unflatten(1, (heads, -1))
         scores = self._scores(grouped, key.to(kind), options)
         logsum = scores.logsumexp(-1)
+        # -inf - -inf would be NaN: a row that sees nothing gets weights exp(-inf) = 0.
         weights = (scores - logsum.masked_fill(logsum.isneginf(), 0)[..., None]).exp()
         out = weights @ value.to(kind)[:, :, None]
         return out.flatten(1, 2), logsum.flatten(1, 2)
@@ -200,10 +202,15 @@ class EagerKernel(AttentionKernel):
         grouped, given, made = (x.to(kind).unflatten(1, (heads, -1)) for x in (query, grad, out))
         keys, values = key.to(kind), value.to(kind)
         scores = self._scores(grouped, keys, options)
+        # From the logarithm of the whole attention: this block's part of the softmax,
+        # unnormalized.
         weights = (scores - logsum.unflatten(1, (heads, -1))[..., None]).exp()
         of_weights = given @ values.transpose(-1, -2)[:, :, None]
+        # d softmax: P * (dP - sum(dO * O)), where sum(dO * O) is over the whole attention's
+        # output.
         of_scores = weights * (of_weights - (given * made).sum(-1, keepdim=True)) * options.scale
         of_query = (of_scores @ keys[:, :, None]).flatten(1, 2)
+        # Summed over the query heads that share the key/value head.
         of_key = (of_scores.transpose(-1, -2) @ grouped).sum(2)
         of_value = (weights.transpose(-1, -2) @ given).sum(2)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
@@ -399,6 +406,7 @@ class AtenEfficientKernel(AttentionKernel):
         group = query.shape[1] // key.shape[1]
         out, logsum, *_ = efficient_cuda(
             query,
+            # The kernel knows no grouped heads.
             key.repeat_interleave(group, 1),
             value.repeat_interleave(group, 1),
             self._aligned(options.bias, query),
@@ -460,5 +468,6 @@ class AtenEfficientKernel(AttentionKernel):
             return None
         keys = bias.shape[-1]
         room = bias.new_zeros((*bias.shape[:-1], -(-keys // 8) * 8), dtype=query.dtype)
+        # Rows are allocated with a multiple of 8 entries: 16 bytes in half precision.
         room[..., :keys] = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
         return room[..., :keys].expand(*query.shape[:3], keys)

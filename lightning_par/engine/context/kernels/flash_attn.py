@@ -46,6 +46,7 @@ class _PackageKernel(AtenFlashKernel):
         if lacking is not None:
             return lacking
         try:
+            # Import runs the package's own checks, which may raise for a missing extension.
             module = self._load()
         except ImportError as error:
             return f"needs {self.source} ({error})"
