@@ -70,6 +70,7 @@ def shape_of(
     Raises:
         ConfigurationError: There is no such configuration, and the step cannot be traced.
     """
+    # A backward can be traced only where forward and loss run on meta without values.
     if eager:
         try:
             found = _traced(module, plan(), example, backward=True)
@@ -80,6 +81,7 @@ def shape_of(
             why = error.message
         _logger.info("fused norms and activations are assumed: %s", why)
     unread = ""
+    # A configuration says nothing of frozen weights, which have no gradient and no state.
     if all(parameter.requires_grad for parameter in module.parameters()):
         try:
             return find_shape(
@@ -101,6 +103,7 @@ def length_of_step(module: nn.Module, example: Callable[[], Any]) -> int | None:
         example: As for `shape_of`.
     """
     try:
+        # In a fork: examples come from the user's loaders, which must not be started here.
         return run_forked(lambda: _embedded(module, example()))
     except Exception:  # of data of the user, or no fork can be made
         return None
@@ -111,6 +114,8 @@ def _embedded(module: nn.Module, example: Any) -> int | None:
 
     def before(_: str, child: nn.Module, args: Any, kwargs: Any) -> None:
         if isinstance(child, nn.Embedding):
+            # [B, T] or more dims: ids of one dim are no tokens of samples, as a table of types
+            # has.
             found.extend(t.shape[-1] for t in tensors_in((args, kwargs)) if t.ndim > 1)
 
     def watched(run: Callable[[Any], Any], given: Any) -> Any:
@@ -203,6 +208,7 @@ def _shape(
     known: dict[ModelPart, ModelPart] = {}
 
     def part(place: int) -> ModelPart:
+        # A block that no operator ran in is empty, and holds weights all the same.
         made = recorder.parts.setdefault(place, RecordedPart()).freeze(samples, *weights.of(place))
         return known.setdefault(made, made)  # equal blocks are one object
 
@@ -211,10 +217,12 @@ def _shape(
     before, after = part(BEFORE), part(AFTER)
     entered = blocks[0].entered.total
     tokens, width = recorder.hidden or (1, 1)
+    # The length that is asked for: only words are scaled by it, the trace is of the example's.
     tokens = length or tokens
     attentions = [a for b in blocks for a in b.attentions]
     return TracedShape(
         layers=len(blocks),
+        # What enters a block for each token, so that messages between stages have their size.
         model_dim=max(1, round(entered / tokens)) if entered else width,
         heads=max([1, *(round(a.heads) for a in attentions)]),
         head_dim=max([1, *(round(a.width) for a in attentions)]),
@@ -235,6 +243,7 @@ def _degrees(model: nn.Module, plan: ParallelPlan) -> tuple[int, ...]:
     found = [1]
     for degree in _DEGREES if plan.tensor else ():
         try:
+            # Divisibility of heads and features is checked by the rules of a run.
             check_plan(model, plan, ParallelSizes(tensor=degree))
         except PlanError:
             continue
@@ -247,6 +256,7 @@ class _Weights:
 
     def __init__(self, model: nn.Module, resolved: ResolvedPlan) -> None:
         self._blocks = resolved.block_names
+        # What every stage computes is counted where the first stage has it.
         places = {"first": BEFORE, "last": AFTER, "every": BEFORE}
         self._units = {fqn: places[place] for fqn, place in resolved.units.items()}
         self._held: dict[int, dict[int, tuple[Tensor, Cut]]] = {}
@@ -255,6 +265,7 @@ class _Weights:
             style = resolved.styles.get(owner)
             divided = style is not None and TENSOR_STYLES[style].sharded_dim(own) is not None
             held = self._held.setdefault(self._place(name), {})
+            # A tied weight is counted once in a part, though it has two names there.
             held.setdefault(id(parameter), (parameter, "tensor" if divided else "whole"))
 
     def _place(self, name: str) -> int:
@@ -274,6 +285,8 @@ class _Weights:
     def shared(self, *, trained: bool) -> Amount:
         """Return what is before the blocks and after them, too."""
         before, after = (self._held.get(place, {}) for place in (BEFORE, AFTER))
+        # A tied table: the outer stages hold it both, and one device that has both ends holds it
+        # once.
         both = [held for key, held in before.items() if key in after]
         return _amount([h for h in both if h[0].requires_grad or not trained])
 

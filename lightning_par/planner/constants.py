@@ -121,11 +121,14 @@ class Calibration:
         lines = self.collectives.get(kind)
         if not lines:
             return None
+        # Start and rate as measured while so many devices are at work; log2: a tree, or a ring's
+        # rounds.
         start, rate = (_interpolate(entries, busy) for entries in zip(*lines, strict=True))
         return start * math.log2(ranks) + moved / rate
 
 
 def _interpolate(entries: tuple[float, ...], busy: float) -> float:
+    # Entry k - 1 is of k devices; between two entries on a straight line.
     at = min(max(busy, 1.0), float(len(entries)))
     low = int(at)
     high = min(low + 1, len(entries))

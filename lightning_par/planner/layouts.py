@@ -84,6 +84,7 @@ class LayoutSpace:
         kept = {name: size for name, size in fixed.items() if name != "data"}
         for tensor, pipeline, context, data in self._degrees(shape):
             if fixed.get("data", data) != data:
+                # "data" follows from the other sizes, so that it is checked and not chosen.
                 continue
             for zero, copies in self._replicas(data, tensor * context):
                 shard = data // copies
@@ -106,27 +107,33 @@ class LayoutSpace:
             if self.devices % tensor or not shape.divides(tensor):
                 continue
             for pipeline in divisors(self.devices // tensor):
+                # Divisors come in ascending order: larger ones have too few blocks as well.
                 if pipeline > shape.layers:
                     break
                 left = self.devices // tensor // pipeline
                 for context in divisors(left):
+                    # Zigzag cuts T into 2 cp chunks; ring messages of few tokens are not hidden.
                     if context > 1 and (
                         shape.length // context < self.shortest_context
                         or shape.length % (2 * context)
                     ):
                         break
+                    # Replicas get equal numbers of samples.
                     if self.samples % (left // context) == 0:
                         yield tensor, pipeline, context, left // context
 
     def _replicas(self, data: int, inner: int) -> Iterator[tuple[int, int]]:
         """Yield ZeRO stages, each with the number of whole copies."""
         if data == 1:
+            # Nothing to shard: one stage is enough, the one that does least.
             yield min(self.zero_stages), 1
             return
         for zero in self.zero_stages:
+            # Stage 3 gathers over all of them; what was measured ends at so many nodes.
             if zero < 3 or data * inner <= self.most_gathering_nodes * self.node:
                 yield zero, data if zero == 0 else 1
             # Shards inside a node, copies between nodes.
+            # HSDP: inner axes and shards fill a node.
             shard = self.node // inner if self.node % inner == 0 else 1
             if zero >= 2 and 1 < shard < data and data % shard == 0:
                 yield zero, data // shard
@@ -145,6 +152,7 @@ class LayoutSpace:
         for sizes, zero in self.sizes(shape):
             cuts = self._cuts(sizes)
             for (micro, count), (schedule, virtual) in product(cuts, self._schedules(shape, sizes)):
+                # Interleaved schedules need rounds of p micro-batches.
                 if SCHEDULES[schedule].chosen and count % sizes.pipeline:
                     continue
                 for recompute in self.recompute:
@@ -157,6 +165,8 @@ class LayoutSpace:
                         virtual=virtual,
                         recompute=recompute,
                         sequence_parallel=self.sequence_parallel
+                        # Sequence parallelism of unequal shards is possible, but not what the
+                        # formulas describe.
                         and shape.length // sizes.context % sizes.tensor == 0,
                         offload=self.offload,
                         expert_max_rows=self.expert_max_rows,
@@ -173,6 +183,7 @@ class LayoutSpace:
         batch = of_replica // self.accumulated
         if sizes.pipeline == 1:
             return [(batch, self.accumulated)]
+        # Rounded up: the batch of a replica may not divide by the pieces.
         counts = [min(self.pieces, batch)] if self.pieces else divisors(batch)
         return [(-(-batch // count), count * self.accumulated) for count in counts]
 

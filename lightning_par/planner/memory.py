@@ -55,6 +55,7 @@ def block_activations(
     """
     recompute = "none" if whole else layout.recompute
     _, blocks, _ = make_parts(shape, layout, code)
+    # Blocks of a transformer are one object many times: each is computed once.
     counts = Counter(map(id, blocks))  # equal ones are one object
     alone = {id(b): b for b in blocks}
     kept = (n * _kept(alone[key], layout, code, recompute) for key, n in counts.items())
@@ -63,6 +64,7 @@ def block_activations(
 
 def _kept(part: ModelPart, layout: Layout, code: Implementation, recompute: Recompute) -> float:
     """Return the bytes that a part keeps of a micro-batch."""
+    # Context ranks share the tokens of a sample evenly.
     samples = layout.micro_batch / layout.sizes.context
     return code.activation_bytes * samples * part.activations(layout, recompute)
 
@@ -83,6 +85,7 @@ def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) ->
     if ranks == 1:
         return (1.0,)
     peak = SCHEDULES[schedule].peak_in_flight
+    # No rank holds more micro-batches than there are.
     return tuple(min(float(microbatches), peak(r, ranks, virtual)) for r in range(ranks))
 
 
@@ -103,8 +106,11 @@ def predict_memory(
     host = 0.0
     if layout.offload:
         # The states and a copy of the gradients.
+        # Entries of the fullest rank: `gradients` are bytes of these.
         most = max(r["gradients"] for r in ranks) / made.code.gradient_bytes
         host = most * (made.code.state_bytes + made.code.reduce_bytes)
+        # Where gradients are whole on the device, the host still has a rank's shard of the
+        # states.
         host /= 1 if made.shards_gradients else made.code.shards(layout)
     return MemoryPrediction(ranks=ranks, host=host)
 
@@ -115,6 +121,7 @@ def peak_bytes(shape: TransformerShape, layout: Layout, code: Implementation) ->
     Of ranks with as many blocks, the first holds most activations; the last one holds the logits.
     """
     made = _RankMemory(shape, layout, code)
+    # The first rank of each number of blocks: later ones hold fewer micro-batches in flight.
     firsts = {count: rank for rank, count in reversed(list(enumerate(made.counts)))}
     ranks = {0, layout.sizes.pipeline - 1, *firsts.values()}
     return max(sum(made.rank(r).values()) for r in ranks)
@@ -138,6 +145,7 @@ class _RankMemory:
         # Bytes kept of the first 0, 1, ... blocks.
         self.first_blocks = list(accumulate((each[id(b)] for b in blocks), initial=0.0))
         self.whole = block_activations(shape, layout, code, whole=True)
+        # The block at work: what recomputation brings back, for one block at a time.
         self.moment = self.whole - self.kept
 
     def rank(self, rank: int) -> dict[str, float]:
@@ -147,6 +155,7 @@ class _RankMemory:
         held, trained = (self._weights(rank, first, last, trained=t) for t in (False, True))
         loss = logit_bytes(shape, layout, code) if last else 0.0
         buffers = _buffers(shape, layout, code)
+        # The root unit of FSDP2 is not resharded between forward and backward.
         if layout.zero_stage == 3 and code.fsdp and code.shards(layout) > 1:
             # What is around the blocks stays gathered.
             ends = shape.end_weights(layout.sizes.tensor, first=first, last=last)
@@ -154,6 +163,7 @@ class _RankMemory:
         return {
             **self._states(held, trained),
             "activations": self._held_activations(rank, first),
+            # Not at the same time: the loss is over when the first block's backward begins.
             "moment": max(self.moment, loss),
             "buffers": buffers,
         }
@@ -163,6 +173,8 @@ class _RankMemory:
         """Whether gradients are divided over the replicas when most is needed."""
         layout, code = self.layout, self.code
         if not code.fsdp:
+            # Megatron-LM and DeepSpeed: stage 2 reduces gradients as they come, stage 1 whole
+            # ones.
             return layout.zero_stage >= 2
         # Stages below 2 sum whole gradients, unless the first ones are the last.
         alone = layout.microbatches == 1 and layout.zero_stage > 0
@@ -171,13 +183,17 @@ class _RankMemory:
     def _states(self, held: float, trained: float) -> dict[str, float]:
         layout, code, stage = self.layout, self.code, self.layout.zero_stage
         shards = code.shards(layout)
+        # ZeRO (1910.02054, section 5): what a stage shards is divided by the ranks that share it.
         weights = code.weight_bytes * held / (shards if stage == 3 else 1)
         if code.fsdp and shards > 1 and stage < 3:
+            # FSDP2 below stage 3: the shard, and the weights gathered for the whole step beside
+            # it.
             weights = code.weight_bytes * held / shards + code.gather_bytes * held
         gradients = 1 / shards if self.shards_gradients else 1.0
         if code.fsdp and layout.sizes.pipeline > 1:
             # Those of the last step stay until the pipeline has computed the new ones.
             gradients += 1 / shards
+        # Only of what is trained: frozen weights have no moments.
         states = 0.0 if layout.offload else code.state_bytes * trained
         return {
             "weights": weights,
@@ -189,6 +205,7 @@ class _RankMemory:
         """Return the bytes that the micro-batches in flight keep."""
         layout, flight, kept = self.layout, self.flight[rank], self._kept(rank, first)
         p = layout.sizes.pipeline
+        # Kept by each micro-batch in flight, of all blocks that the rank holds.
         if not layout.splits_backward or layout.recompute == "none":
             return kept * flight
         # Gradients of weights that wait need the inputs of products, computed again, and the
@@ -205,6 +222,7 @@ class _RankMemory:
 
     def _kept(self, rank: int, first: bool) -> float:
         """Return the bytes that the rank's blocks keep of a micro-batch."""
+        # What the table makes is kept by the first stage only.
         before = _kept(self.before, self.layout, self.code, "none") if first else 0.0
         return before + sum(
             self.first_blocks[e] - self.first_blocks[s] for s, e in self.spans[rank]
@@ -216,14 +234,17 @@ def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -
     after = make_parts(shape, layout, code)[2]
     samples = layout.micro_batch / layout.sizes.context
     kept = _kept(after, layout, code, "none")
+    # Copies of the logits: see `Implementation.logit_bytes`; divided over the vocabulary by t.
     return kept + code.logit_bytes * samples * after.logits.local(layout)
 
 
 def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
     """Return the bytes of messages on their way, of gathered blocks and of reduced gradients."""
     n = layout.micro_batch * shape.length / layout.sizes.context
+    # Tensor ranks each send their part of the hidden states, or all of them the whole.
     split = layout.sequence_parallel or code.sharded_p2p
     hidden = code.activation_bytes * n * shape.model_dim / (layout.sizes.tensor if split else 1)
+    # Sent and received, of activations and of gradients: 4 buffers of hidden states.
     messages = 4 * hidden if layout.sizes.pipeline > 1 else 0.0
     if layout.sizes.expert > 1:
         # The parts that are sent to experts, and those that arrived.
@@ -231,6 +252,7 @@ def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> f
     if layout.sizes.shares == 1:
         return messages
     degrees = layout.sizes.tensor, layout.sizes.expert
+    # One block's gradients in the dtype of the reduction, while its reduce-scatter runs.
     reduced = code.reduce_bytes * shape.block_weights(*degrees, trained=True)
     if layout.zero_stage == 3:
         # The block at work, and the next one, which is gathered beside it.

@@ -40,6 +40,7 @@ class Amount:
     def local(self, layout: Layout) -> float:
         """Return what one rank of the tensor axis has."""
         degree = layout.sizes.tensor
+        # Without sequence parallelism every tensor rank has all tokens.
         share = degree if layout.sequence_parallel else 1
         return self.tensor / degree + self.tokens / share + self.whole
 
@@ -75,6 +76,7 @@ class Product:
     @property
     def flops(self) -> float:
         """FLOPs of forward and backward."""
+        # 2 FLOPs for a multiply-add; the backward has one product for each factor that needs it.
         times = 2 * self.count * (1 + self.needs_input + self.needs_weight)
         return times * self.rows * self.columns * self.inner
 
@@ -88,6 +90,7 @@ class Product:
         elif self.divided == "columns":
             columns /= t
         elif self.divided == "inner":
+            # Rowwise: each rank has a part of the inputs, and of the sum.
             inner /= t
         return rows, columns, inner
 
@@ -121,6 +124,7 @@ class Attention:
     @property
     def flops(self) -> float:
         """FLOPs of forward and backward with all scores, as papers count them."""
+        # Two products of 2 * Q * K * H each, and four in the backward.
         return 4 * self.heads * self.queries * self.keys * self.width * (3 if self.needs else 1)
 
 
@@ -183,9 +187,11 @@ class ModelPart:
     def activations(self, layout: Layout, recompute: Recompute) -> float:
         """Return the words of a sample that are kept from forward to backward."""
         if recompute == "full":
+            # A part may save less than what enters it, as one without a backward.
             return min(self.entered.local(layout), self.saved.local(layout))
         whole = self.saved.local(layout)
         if recompute == "selective":
+            # Selective: outputs of products and attention are kept, the rest is computed again.
             return min(whole, (self.entered + self.kept).local(layout))
         return whole
 
@@ -235,6 +241,7 @@ class TracedShape(TransformerShape):
     ) -> float:
         """Return the parameters of some blocks that one rank holds."""
         sums = self._sums[trained]
+        # Differences of prefix sums: stages of any length cost the same to ask.
         divided = sums[end].tensor - sums[start].tensor
         return divided / tensor + sums[end].whole - sums[start].whole
 
@@ -248,6 +255,7 @@ class TracedShape(TransformerShape):
             found += getattr(self.after, name)
         if first and last:
             both = self.shared_trained if trained else self.shared
+            # The table that both ends have, counted twice above.
             found += both.times(-1)
         return found.tensor / tensor + found.whole
 
@@ -269,6 +277,7 @@ class TracedShape(TransformerShape):
     @cached_property
     def tensor_sums(self) -> float:
         """Sums of hidden states over the tensor axis in a block's forward, in the mean."""
+        # A gather moves half of what a sum does: it is one of the two halves of an all-reduce.
         moved = sum(block.summed + block.gathered / 2 for block in self.blocks)
         return moved / self.layers / (self.length * self.model_dim)
 
@@ -285,6 +294,7 @@ def make_parts(
     """
     if isinstance(shape, TracedShape):
         return shape.before, shape.blocks, shape.after
+    # For one sample: the layout's rows are those of a micro-batch on one context rank.
     rows = layout.expert_rows(shape) * layout.sizes.context / layout.micro_batch
     before, block, after = _by_formulas(shape, code, layout.sizes.expert, rows)
     return before, (block,) * shape.layers, after
@@ -377,6 +387,7 @@ def _products(m: TransformerShape, expert: int) -> tuple[Product, ...]:
 
     if m.experts == 1:
         return dense + mlp(T, 1.0)
+    # Experts of this rank; the rows of all tokens that chose them.
     here = m.experts / expert
     # As many tokens arrive from other ranks as leave, if routing is even.
     routed = mlp(T * m.experts_per_token / here, here)

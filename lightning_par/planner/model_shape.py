@@ -37,6 +37,7 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
     Raises:
         ConfigurationError: A size is missing, as in a model that is no transformer of equal blocks.
     """
+    # The first name that the configuration has: ours before those of transformers.
     found: dict[str, Any] = {
         field: value
         for field, names in _NAMES.items()
@@ -80,6 +81,7 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
             number of weights than the model has, as where it is one of several models.
     """
     given = (getattr(child, "config", None) for child in module.modules())
+    # The first one that has all sizes; vision towers and wrappers may have others.
     configs = [c for c in given if all(_first(c, _NAMES[field]) for field in _REQUIRED)]
     name = type(module).__name__
     if not configs:
@@ -90,6 +92,7 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
         )
     shape = read_shape(configs[0], length)
     held = sum(parameter.numel() for parameter in module.parameters())
+    # A configuration of one of several models would describe a part of the weights.
     if not 1 / _ALIKE < held / shape.parameters < _ALIKE:
         raise ConfigurationError(
             "LP907",

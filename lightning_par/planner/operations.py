@@ -24,6 +24,7 @@ def ranks_inside(size: int, stride: int, node: int) -> int:
         stride: Distance of neighbors in the numbering of ranks: the product of the inner axes.
         node: Devices of a node.
     """
+    # Ranks of the group are `stride` apart, so that a node holds node / stride of them.
     return math.gcd(size, max(1, node // stride))
 
 
@@ -67,11 +68,13 @@ class Clock:
     ) -> float:
         """Return the time of [M, K] x [K, N]: tiles in waves, or memory."""
         device, share = self.device, self.constants
+        # Devices without 8-bit products compute in 16 bits.
         fp8 = fp8 and device.fp8_flops > 0
         rate = device.fp8_flops * share.product_fp8 / self.crowding if fp8 else self.flops
         bandwidth, width = self.bandwidth, 1 if fp8 else self.width
         time = _tiles(device.processors, rate, bandwidth, share.inner_half, M, N, K, batch)
         read = batch * (width * (M * K + K * N) + self.width * M * N)
+        # The roofline: whichever of arithmetic and memory takes longer.
         return max(time, read / bandwidth) + self.kernel
 
     def stream(self, size: float, kernels: float = 1) -> float:
@@ -102,6 +105,7 @@ class Clock:
             return 0.0
         share, device = self.constants, self.device
         passes = 2 if kind == "all_reduce" else 1
+        # Bytes that a rank of a ring sends: (n - 1) / n of the whole, twice for an all-reduce.
         moved = passes * (ranks - 1) / ranks * size
         if ranks <= inside:
             calibrated = device.calibration
@@ -116,8 +120,11 @@ class Clock:
         reached = share.network if inside == 1 else joint
         part = 1 < inside < device.node
         wait = share.network_part_wait if part else share.network_wait
+        # Not faster than the links inside of a node, by which the ranks of a node share the
+        # ports.
         rate = min(device.link * share.link, device.network * reached * inside)
         slower = 1 + wait * math.log2(nodes)
+        # Rounds between nodes: a tree needs log2 of them.
         start = self.wait + passes * share.network_start * math.log2(nodes)
         return start + moved / rate * slower
 
@@ -128,6 +135,7 @@ class Clock:
         if calibrated is not None and not between_nodes:
             measured = calibrated.collective("message", 2, size, self.busy)
             if measured is not None:  # cores that wake up late do so in what was measured, too
+                # A wait below 0 is that of cores that wake up late.
                 return max(0.0, self.wait) + measured
         if between_nodes:
             start, rate = share.network_start, device.network * share.network
@@ -150,9 +158,11 @@ def _tiles(
     """Return the time of the best tiling; a product with few tiles may also be cut along K."""
     best = math.inf
     for rows, columns, speed in _TILES:
+        # Tiles run in waves of as many as there are processors; the last wave may be part full.
         tiles = math.ceil(M / rows) * math.ceil(N / columns) * batch
         for parts in (1, 2, 4) if tiles < processors and K >= 1024 else (1,):
             waves = math.ceil(tiles * parts / processors)
+            # `inner_half`: starting and ending a tile costs as much as that many steps along K.
             tile = 2 * rows * columns * (K / parts + inner_half) / (rate / processors * speed)
             # The parts' sums are written and read in float32.
             summed = 0.0 if parts == 1 else 8 * M * N * batch / bandwidth

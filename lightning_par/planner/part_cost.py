@@ -26,6 +26,7 @@ class Work:
 
     def seconds(self, host: float) -> float:
         """Return the time with `host` seconds of the host for every kernel."""
+        # The device waits for the host where kernels are small.
         return max(self.compute + sum(self.communication.values()), self.kernels * host)
 
 
@@ -68,6 +69,7 @@ class PartCosts:
         self.tokens = layout.micro_batch * shape.length / sizes.context
         self._inside = ranks_inside(sizes.tensor, 1, clock.device.node)
         before, blocks, after = make_parts(shape, layout, code)
+        # By id: costs of equal blocks are computed once.
         alone = {id(part): part for part in blocks}  # equal ones are one object
         costs = {key: _PartCost(self, part) for key, part in alone.items()}
         self.parts = [costs[id(part)] for part in blocks]
@@ -98,6 +100,7 @@ class PartCosts:
         last = len(blocks) - 1
         each = {id(part): part.times(self._host) for part in (*self.parts, *self.ends)}
         found, ends = [], list(accumulate(blocks))
+        # Table and head belong to the outer stages.
         for stage, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             here = self.parts[start:end]
             here += self.ends[:1] * (stage == 0) + self.ends[1:] * (stage == last)
@@ -105,6 +108,7 @@ class PartCosts:
             forward, backward, weight = (
                 sum(count * each[i][kind] for i, count in counts.items()) for kind in range(3)
             )
+            # `weight` has no kernel launches of the host, which `backward` may be made of.
             found.append(StageTime(forward, backward, min(weight, backward)))
         return found
 
@@ -136,6 +140,8 @@ class _PartCost:
         seconds = 0.0
         for one in self._part.products:
             rows, columns, inner = one.local(self._layout)
+            # dX = dY W^T: [rows, columns] x [columns, inner]. dW^T = dY^T X: [columns, rows] x
+            # [rows, inner].
             if of == "input" and one.needs_input:
                 columns, inner = inner, columns
             elif of == "weight" and one.needs_weight:
@@ -156,6 +162,7 @@ class _PartCost:
         if not trained.total or not self._is_block or self._layout.microbatches == 1:
             return products
         held = trained.tensor / self._layout.sizes.tensor + trained.whole
+        # Reads and writes the sum.
         summed = 2 * code.gradient_bytes * held
         if code.fused_accumulation:
             # The product itself reads the sum and writes it, while it computes.
@@ -172,6 +179,7 @@ class _PartCost:
             traffic = part.backward_traffic if backward else part.traffic
             words = traffic.local(self._layout) * self._samples
             size = words * self._code.activation_bytes * self._code.fused_elementwise
+            # The loss is in float32, whatever the activations are: hence bytes of its own.
             logits = part.logits.local(self._layout) * self._samples
             size += (_LOSS_BYTES_BACK if backward else _LOSS_BYTES) * logits
             compute += clock.stream(size, part.streams[backward] if size else 0)
@@ -194,11 +202,14 @@ class _PartCost:
             heads = one.heads / (self._layout.sizes.tensor if one.cut == "tensor" else 1)
             if code.fused_attention:
                 flops = 4 * heads * one.queries * one.keys * one.width
+                # Causal: half of the scores. FlashAttention's backward: 5 products where the
+                # forward has 2.
                 flops *= (0.5 if one.causal else 1.0) * (2.5 if backward else 1.0)
                 rate = clock.flops * code.attention_rates[backward]
                 seconds += self._samples * flops / rate + 2 * clock.kernel
                 continue
             heads *= self._layout.micro_batch
+            # Without a fused kernel, scores of a context rank's queries with all keys.
             queries = one.queries / self._layout.sizes.context
             products = clock.product(queries, one.keys, one.width, heads)
             products += clock.product(queries, one.width, one.keys, heads)
@@ -215,6 +226,7 @@ class _PartCost:
         if kind == "full":
             return forward
         if not self._code.fused_attention:
+            # Without a fused kernel, selective recomputation computes attention again.
             return Work(self._attention(backward=False), {}, 5)
         share = self._code.selective_share
         return Work(share * forward.compute, {}, share * forward.kernels)
@@ -233,6 +245,7 @@ class _PartCost:
     def _over_context(self, *, backward: bool) -> float:
         """Return what a ring of keys and values takes beyond the attention that hides it."""
         clock, code, ranks = self._clock, self._code, self._layout.sizes.context
+        # Keys and values of all tokens go round the ring, a rank's share in each hop.
         words = sum(2 * a.kv_heads * a.keys * a.width for a in self._part.attentions)
         if ranks == 1 or not words:
             return 0.0
@@ -242,6 +255,7 @@ class _PartCost:
             code.activation_bytes * self._samples * words / tensor, between_nodes=between
         )
         hop *= 2 if backward else 1  # the gradients go round as well
+        # A hop travels while a rank attends to the keys of the hop before.
         hidden = self._attention(backward=backward) / ranks if code.async_p2p else 0.0
         return (ranks - 1) * max(0.0, hop - hidden)
 
@@ -250,6 +264,7 @@ class _PartCost:
         sizes = self._layout.sizes
         size = self._code.expert_bytes(self._costs.shape, self._layout)
         inside = ranks_inside(sizes.expert, sizes.tensor, self._clock.device.node)
+        # There and back.
         return 2 * self._clock.collective("all_to_all", size, sizes.expert, inside)
 
     def _over_tensor(self, *, backward: bool) -> float:
@@ -264,6 +279,7 @@ class _PartCost:
             return count * clock.collective(kind, *each) if each else 0.0
 
         seconds = collectives("all_gather", part.gathered, part.gathers)
+        # One sum of hidden states: all-reduce, or with sequence parallelism its two halves apart.
         if not self._layout.sequence_parallel:
             seconds += collectives("all_reduce", part.summed, part.sums)
         else:
@@ -276,6 +292,7 @@ class _PartCost:
         if not self._is_block:
             return seconds
         if backward and self._code.async_tensor:
+            # Beside the products of weights' gradients, which wait for nothing.
             seconds = max(0.0, seconds - self.weight)
         return seconds * (1 - self._code.fused_tensor)
 

@@ -34,6 +34,7 @@ class OrderedSchedule:
         timed = [event for row in simulate(schedule).events for event in row]
         # Every action of this simulation takes time, so that one that starts later never comes
         # before what it waits for.
+        # Once for a schedule; other times then need no simulation of dependencies.
         order = [event.action for event in sorted(timed, key=lambda event: event.start)]
         index = {action: i for i, action in enumerate(order)}
         owner = schedule.rank_of_stage
@@ -46,6 +47,7 @@ class OrderedSchedule:
                     (index[source], owner[source.stage] != owner[action.stage])
                     for choices in inputs_of(action, schedule.num_stages)
                     for source in choices
+                    # Of an input gradient B or I exists, not both.
                     if source in index
                 ),
             )
@@ -70,6 +72,7 @@ class OrderedSchedule:
         for rank, kind, stage, needs in self._steps:
             start = free[rank]
             for source, travels in needs:
+                # Ranks do not wait for what they send.
                 ready = ends[source] + message if travels else ends[source]
                 if ready > start:
                     start = ready
@@ -119,6 +122,7 @@ def pipeline_seconds(
     if microbatches <= 5 * ranks or microbatches * ranks <= _SIMULATED:
         return order_schedule(name, ranks, microbatches, virtual).makespan(times, message)
     base = (3 if ranks <= 8 else 2) * ranks + microbatches % ranks
+    # Two simulations that differ by one round of p micro-batches give the steady state's slope.
     first = order_schedule(name, ranks, base, virtual).makespan(times, message)
     second = order_schedule(name, ranks, base + ranks, virtual).makespan(times, message)
     return first + (second - first) * (microbatches - base) / ranks

@@ -122,6 +122,7 @@ def implementation(precision: str, device: DeviceProfile) -> Implementation:
 
 def _held(precision: str) -> Implementation:
     if precision in ("bf16-true", "16-true"):
+        # Weights, gradients and two moments in 16 bits; no float32 copy.
         return Implementation(gradient_bytes=2, state_bytes=4, reduce_bytes=2, step_traffic=14)
     # Parameters and gradients in float32, also where products are in 16 bits; or all in float64.
     word = 8 if precision == "64-true" else 4
@@ -148,6 +149,7 @@ def device_names(path: str | Path | None = None) -> list[str]:
 
 def _merged(path: str | Path | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     devices, networks = {}, {}
+    # The user's names come last, and win.
     for file in (_SHIPPED, *([Path(path)] if path else [])):
         content = _read(file)
         devices.update(content["devices"])
@@ -224,6 +226,7 @@ def _shortest_start(
 
 def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for every number that is missing, not positive or without a source."""
+    # A number without a source could be anybody's guess.
     for key in (*_NUMBERS, *(k for k in _OPTIONAL if entry.get(k) is not None)):
         value = entry.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:

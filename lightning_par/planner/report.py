@@ -59,6 +59,7 @@ def describe(one: Candidate) -> str:
         )
     layout = one.layout
     if layout.sizes.pipeline > 1:
+        # Unequal stages only: an even split is what the strategy makes by itself.
         if len(set(layout.split(sum(layout.blocks)))) > 1:
             lines.append(f"blocks of each stage: {' '.join(map(str, layout.blocks))}")
         lines.append("draw it, with these times: --picture pipeline.svg")

@@ -43,8 +43,10 @@ def apply_layout(
             "class_path": "lightning_par.Hybrid3DStrategy",
             "init_args": layout.options(),
         },
+        # Without a pipeline, micro-batches are batches whose gradients accumulate.
         "accumulate_grad_batches": 1 if pipelined else layout.microbatches,
     }
+    # The layout decides about recomputation: the user's own callback would contradict it.
     given = trainer.get("callbacks") or []
     others = [
         c for c in given if not str(c.get("class_path", "")).endswith("ActivationCheckpointing")
@@ -54,6 +56,7 @@ def apply_layout(
     if others or given:
         trainer["callbacks"] = others
     data = found.setdefault("data", {"class_path": "lightning_par.models.TextDataModule"})
+    # The loader gives what a replica gets at once; a pipeline cuts it.
     batch = layout.micro_batch * (layout.microbatches if pipelined else 1)
     data.setdefault("init_args", {})["batch_size"] = batch
     return found

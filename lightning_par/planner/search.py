@@ -113,6 +113,7 @@ class Planner:
             time=time,
             memory=predict_memory(self.shape, layout, self.code),
             tokens_per_second=layout.samples * self.shape.length / time.seconds,
+            # Against the datasheet's peak, as papers report it, and not against what is reached.
             mfu=flops / (time.seconds * layout.sizes.world_size * self.device.flops),
             traffic=cost.traffic(),
         )
@@ -159,6 +160,7 @@ class Planner:
                 f"{space.samples} samples of this model do not divide over {space.devices} devices "
                 "in any way. Use another number of samples, or of nodes.",
             )
+        # Checked by memory first: it costs microseconds, and leaves few layouts to time.
         fitting = list(self._fitting(every))
         if not fitting:
             raise MeshError("LP105", self._too_large(every, space))
@@ -166,6 +168,7 @@ class Planner:
         order = sorted(fitting, key=lambda one: estimates[one])
         with counted("layouts", "simulating the fastest layouts", len(order[:beam])):
             found = {one: self._simulate(one) for one in order[:beam]}
+        # Whatever the closed form said, only simulated layouts are compared.
         best = min(order[:beam], key=lambda one: found[one].time.seconds)
         # The closed form may mislead: go on from a neighbor that is faster when simulated.
         while True:
@@ -173,6 +176,7 @@ class Planner:
             new = [one for one in near.values() if one not in found]
             with counted("layouts", "simulating their neighbors", len(new)):
                 found |= {one: self._simulate(one) for one in new}
+            # A neighbor may be in `every` without fitting: it is simulated to say why it lost.
             fits = [one for one in near.values() if found[one].memory.peak <= self.limit]
             next_best = min([best, *fits], key=lambda one: found[one].time.seconds)
             if next_best == best:
@@ -199,6 +203,7 @@ class Planner:
 
     def _fitting(self, every: list[Layout]) -> Iterator[Layout]:
         """Yield what fits: of layouts that differ in recomputation, the one that does least."""
+        # groupby: layouts of one key follow each other, those that recompute less first.
         for _, group in groupby(every, key=_but_recompute):
             for one in group:
                 if peak_bytes(self.shape, one, self.code) <= self.limit:
@@ -209,6 +214,7 @@ class Planner:
         blocks: dict[tuple[Any, ...], PartCosts] = {}
         found = {}
         for one in layouts:
+            # Work of blocks is shared by all layouts that differ in pipeline and replicas only.
             key = _block_key(one)
             if key not in blocks:
                 busy = one.sizes.world_size
@@ -225,6 +231,7 @@ class Planner:
         if cut.blocks == layout.split(self.shape.layers):
             return even
         found = self.predict(cut)
+        # Stages cut by time may put more blocks where memory is scarce.
         if found.memory.peak > self.limit or found.time.seconds >= even.time.seconds:
             return even
         return found
@@ -235,6 +242,7 @@ class Planner:
             return layout
         cost = StepCost(self.shape, layout, self.device, self.code, self.reached)
         blocks, ends = cost.block.chain()
+        # Whole numbers, as the partition is exact and its results are cached.
         unit = max(blocks) / 1000
         first, last = (round(seconds / unit) for seconds in ends)
         cut = _partition(tuple(round(b / unit) for b in blocks), first, last, layout.stages)
@@ -333,6 +341,7 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str
     if len(names) != 1:
         return None
     name = names[0]
+    # A degree of 8 next to 2 differs in more than one respect of the hardware.
     if isinstance(ours[name], int) and name != "ZeRO stage":
         small, large = sorted((ours[name], theirs[name]))
         if large != 2 * small:

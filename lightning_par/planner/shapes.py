@@ -77,6 +77,7 @@ class TransformerShape:
     @property
     def attention_weights(self) -> int:
         """Weights of the four projections of a block."""
+        # Query and output have `heads` heads, key and value `kv_heads`: 2 D H of each pair.
         return 2 * self.model_dim * self.head_dim * (self.heads + self.kv_heads)
 
     @property
@@ -101,6 +102,7 @@ class TransformerShape:
             expert: Degree of the expert axis.
             trained: Count those that are trained, which here are all.
         """
+        # Shared experts are on every rank of the expert axis.
         experts = self.experts / expert + self.shared_experts
         return (self.attention_weights + experts * self.expert_weights) / tensor
 
@@ -119,6 +121,7 @@ class TransformerShape:
             last: Whether it has what is after them.
             trained: Count those that are trained.
         """
+        # Tied: one table for both ends, if this rank has any of them.
         tables = (first or last) if self.tied else first + last
         return tables * self.table_weights / tensor
 
@@ -145,9 +148,12 @@ class TransformerShape:
 
         **Source**: Chowdhery et al., PaLM (2204.02311), appendix B.
         """
+        # Experts that a token passes, not those that there are.
         used = self.experts_per_token + self.shared_experts
         block = self.attention_weights + used * self.expert_weights
         scores = 12 * self.layers * self.heads * self.head_dim * self.length
+        # 6 = 2 FLOPs of a multiply-add, for forward and two products of the backward. The head is
+        # a product, the embedding a look-up: one table.
         return samples * self.length * (6 * (self.layers * block + self.table_weights) + scores)
 
 
@@ -229,6 +235,7 @@ class Layout:
         if self.sizes.pipeline == 1:
             return 1
         row = SCHEDULES.get(self.schedule)
+        # A schedule from a file places its own stages; one on each rank is assumed.
         if row is None:
             return 1
         return max(row.stages_per_rank, self.virtual) if row.chosen else row.stages_per_rank
@@ -279,6 +286,7 @@ class Layout:
         """
         pieces, virtual = 1, options.virtual_pipeline_size
         if sizes.pipeline > 1:
+            # No more micro-batches than samples, as `PipelinedSteps.cut` makes.
             pieces = min(options.microbatches(sizes.pipeline), batch)
         return cls(
             sizes=sizes,
@@ -308,6 +316,7 @@ class Layout:
             chosen["expert_parallel_size"] = sizes.expert
             if self.expert_max_rows is not None:
                 chosen["expert_max_rows"] = self.expert_max_rows
+        # At stage 0 all replicas are whole copies, which the option's "auto" gives.
         if sizes.data_replicate > 1 and self.zero_stage > 0:
             chosen["data_parallel_replicate_size"] = sizes.data_replicate
         if not self.sequence_parallel:
@@ -340,6 +349,7 @@ class Layout:
         """
         if self.expert_max_rows is None or self.sizes.expert == 1:
             return True
+        # Of a micro-batch; a token sends at most one row to each expert of a rank.
         tokens, here = self.micro_batch * shape.length, shape.experts // self.sizes.expert
         most = tokens // self.sizes.context * min(shape.experts_per_token, here)
         if shape.expert_capacity:
@@ -445,12 +455,15 @@ class Implementation:
 
     def shards(self, layout: Layout) -> int:
         """Return how many ranks share the states of a weight."""
+        # FSDP shards over dp_shard; others over the context ranks as well, which hold the same
+        # weights.
         return layout.sizes.data_shard * (1 if self.fsdp else layout.sizes.context)
 
     def reduces_each(self, layout: Layout) -> bool:
         """Return whether the gradients of every micro-batch are reduced."""
         if layout.zero_stage < 2 or not self.fsdp:
             return layout.zero_stage >= 2
+        # Accumulated batches of a run without a pipeline sum gradients on the device.
         if layout.sizes.pipeline == 1:
             return layout.microbatches == 1
         return not layout.splits_backward  # else those of weights come later, together

@@ -73,7 +73,9 @@ class RecordedPart:
         of_traffic = "traffic", "eager", "eager_backward"
         passed = amount("gradient_traffic").times(_BACKWARD_TRAFFIC)
         # Products and attention have counted their own kernels.
+        # Negative never: a part of products only has no other kernel.
         small = max(0, self.kernels - len(self.products) - len(self.attentions))
+        # A part without anything to train, before the first trained weight, has no backward.
         again = _BACKWARD_KERNELS * bool(passed.total or trained.total)
         of_memory = "saved", "kept", "entered", "logits"
         return ModelPart(
@@ -94,6 +96,7 @@ class RecordedPart:
         )
 
 
+# A batch of samples multiplies rows of products, and heads of attention (B N of them).
 def _for_one(made: Any, samples: int) -> Any:
     """Return a product or attention of a batch as that of one sample."""
     given = dict(vars(made))
@@ -131,14 +134,18 @@ class StepRecorder(FlopCounter):
 
         def inside(given: Any) -> Any:
             with ExitStack() as stack:
+                # By storage: views and transposes of a weight are the weight.
                 for parameter in self._model.parameters():
                     self._parameters[self._key(parameter)] = parameter.requires_grad
                 stack.enter_context(self._hooked())
                 stack.enter_context(
+                    # Every tensor that autograd saves comes by here; nothing is changed.
                     torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
                 )
                 attend = F.scaled_dot_product_attention
                 stack.enter_context(
+                    # Twice: `nn.MultiheadAttention` and layers of torch look the function up in
+                    # the module F; a model that imported it calls through the mode below.
                     replaced(F, "scaled_dot_product_attention", _Functions(self, attend).call)
                 )
                 stack.enter_context(_Functions(self, attend))
@@ -146,6 +153,7 @@ class StepRecorder(FlopCounter):
                 result = run(given)
                 if self._backward:
                     outputs = [t for t in tensors_in(result) if t.requires_grad]
+                    # Of ones: only shapes matter, and any output may be the loss.
                     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
                 return result
 
@@ -163,6 +171,7 @@ class StepRecorder(FlopCounter):
         def after(fqn: str, _: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
             self._leave(fqn, tensors_in(output))
+            # From here on the head and the loss run.
             if self._resolved.block_names[-1:] == (fqn,):
                 self._place = AFTER
 
@@ -172,20 +181,24 @@ class StepRecorder(FlopCounter):
     def _enter_block(self, fqn: str, given: list[Tensor]) -> None:
         self._place = self._number[fqn]
         hidden = next((t for t in given if t.is_floating_point()), None)
+        # A block without an input of numbers, as one that gets ids only.
         if hidden is None:
             return
         self._part.add("entered", self._cut(hidden), hidden.numel())
+        # [B, T, D] of the first block.
         if self.hidden is None and hidden.ndim == 3:
             self.hidden = hidden.shape[1], hidden.shape[2]
 
     def _leave(self, fqn: str, outputs: list[Tensor]) -> None:
         """Follow a module of a style: its output is a shard, or is whole again."""
         given = self._style(fqn).output
+        # The first tensor is the hidden states; others are side values.
         words = sum(t.numel() for t in outputs[:1])
         if given is None:
             return
         cut: Cut = "tensor"
         if given == "summed":
+            # A sum leaves the container, and is scattered along T under sequence parallelism.
             cut = self._region(leaves=True)
             self._part.summed += words
             self._part.sums += 1
@@ -207,6 +220,7 @@ class StepRecorder(FlopCounter):
             leaves: Whether it leaves a container of shards, and is cut along T again.
         """
         region = self._resolved.plan.sequence_region
+        # `_place < 0`: outside of the blocks.
         if region == "none" or (region == "blocks" and self._place < 0):
             return "whole"
         if leaves:
@@ -233,23 +247,28 @@ class StepRecorder(FlopCounter):
         if is_in_backward():
             self._on_backward(func, tensors_in((args, kwargs)), tensors_in(result), flops)
             return
+        # Inside of attention, whose operators stand for one fused kernel.
         if self.attends:
             return
         given, made = tensors_in((args, kwargs)), tensors_in(result)
         name = operator_schema(func).name.rpartition("::")[2]
         new = {self._key(t) for t in made} - {self._key(t) for t in given}
+        # No new storage and nothing written: a view moves no memory.
         if not made or not (new or operator_schema(func).is_mutable):
             return  # a view
         activations = [t for t in given if self._key(t) not in self._parameters]
+        # One shard among the inputs makes the result a shard.
         sharded = any(self._cuts.get(self._key(t)) == "tensor" for t in activations)
         cut: Cut = "tensor" if sharded else self._region()
         needs = torch.is_grad_enabled() and any(self._is_needed(t) for t in given)
+        # `needs` as autograd would have it, for tensors on meta without a graph.
         for key in new:
             self._cuts[key], self._needs[key] = cut, needs
         if flops is None:
             self._move(name, given, made, cut)
         if name == "bernoulli_":  # which a device draws with the product
             self._masks.add(self._key(made[0]))
+        # Making room moves nothing.
         elif name.startswith(("empty", "new_empty")) or self._key(made[0]) in self._masks:
             return
         elif flops is not None:
@@ -261,6 +280,7 @@ class StepRecorder(FlopCounter):
         """Let the new nodes behind the result of a function say where their backward belongs."""
         if not self._backward:
             return
+        # New nodes only: walking back ends at nodes that were met before.
         for tensor in tensors_in(result):
             source = None if attended else (self._place, self._key(tensor))
             nodes = [tensor.grad_fn]
@@ -283,10 +303,12 @@ class StepRecorder(FlopCounter):
         self, func: Any, given: list[Tensor], made: list[Tensor], flops: int | None
     ) -> None:
         schema = operator_schema(func)
+        # As in the forward: views are left out.
         shared = {storage_key(t.untyped_storage()) for t in given}
         new = any(storage_key(t.untyped_storage()) not in shared for t in made)
         if flops is not None or self._running is None or not (new or schema.is_mutable):
             return
+        # The hook of the node that runs has set it: an operator of a backward has no caller.
         self._place, key = self._running
         cut = self._cuts.get(key) or self._region()
         self._move(schema.name.rpartition("::")[2], given, made, cut)
@@ -297,9 +319,11 @@ class StepRecorder(FlopCounter):
             return
         in_backward = is_in_backward()
         most = max(t.numel() for t in made)
+        # A bool as an index: from 1 on for those that only write their first argument.
         read = given[name in _WRITES :]
         if name.startswith("nll_loss"):
             read = []  # an entry of each row
+        # A look-up reads the rows that it returns, and not the table.
         limit = most if name in _LOOKUPS else math.inf
         words = sum(_words(t) for t in made) + sum(min(_words(t), limit) for t in read)
         if in_backward:
@@ -312,6 +336,7 @@ class StepRecorder(FlopCounter):
 
     def _is_of_weight(self, tensor: Tensor) -> bool:
         """Return whether a tensor of a backward has the size of a weight; sums keep dims of 1."""
+        # Leading dims of 1 are those of sums that keep dims.
         dims = tuple(dropwhile((1).__eq__, tensor.shape))
         return dims in self._sizes
 
@@ -320,6 +345,7 @@ class StepRecorder(FlopCounter):
         return self._parameters.get(key, self._needs.get(key, False))
 
     def _multiply(self, given: list[Tensor], out: Tensor, flops: int, cut: Cut) -> None:
+        # Convolutions have their output features in dim 1, products in the last.
         columns = out.shape[1 if len(given) > 1 and given[1].ndim > 3 else -1]
         weights = [t for t in given[:3] if self._key(t) in self._parameters]
         others = [t for t in given[:3] if self._key(t) not in self._parameters]
@@ -327,6 +353,7 @@ class StepRecorder(FlopCounter):
         makes = self._style(self._stack[-1]).output if self._stack else None
         if makes == "summed":
             divided = "inner"
+        # Colwise and vocabulary layers divide their columns.
         elif makes is not None:
             divided, cut = "columns", "tensor"
             self._gather(others[0])
@@ -336,6 +363,7 @@ class StepRecorder(FlopCounter):
             Product(
                 rows=out.numel() / columns,
                 columns=columns,
+                # FLOPs are 2 * rows * columns * inner, whatever the operator.
                 inner=flops / (2 * out.numel()),
                 divided=divided,
                 needs_input=any(self._is_needed(t) for t in others[:1]),
@@ -351,6 +379,7 @@ class StepRecorder(FlopCounter):
         key = self._key(tensor)
         if self._cuts.get(key, self._region()) != "tokens":
             return
+        # It was saved as this rank's tokens; the gathered one is what is kept.
         if key in self._saved:
             self._part.add("saved", "tokens", -_words(tensor))
             self._part.add("saved", "whole", _words(tensor))
@@ -364,6 +393,7 @@ class StepRecorder(FlopCounter):
             self._logits.add(self._key(made[0]))
             self._part.add("logits", cut, made[0].numel())
             return
+        # What reads logits is counted with the loss, see `_LOSS_BYTES` in `part_cost`.
         if any(self._key(t) in self._logits for t in given):
             return  # it reads an entry of each row
         most = max(t.numel() for t in made)
@@ -383,6 +413,7 @@ class StepRecorder(FlopCounter):
         self.attends = True
         try:
             out = call()
+            # [B, N, T, H] that lies in memory as [B, T, N, H].
             if q.ndim == 4 and q.transpose(1, 2).is_contiguous():
                 # As fused kernels lay it out: heads are joined again without a copy.
                 out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -392,6 +423,7 @@ class StepRecorder(FlopCounter):
         self._cuts[self._key(out)], self._needs[self._key(out)] = cut, needs
         for tensor in (q, k, v, out) if needs else ():
             self._keep(tensor)
+        # B N, of all samples; `freeze` divides.
         heads = q.shape[:-2].numel()
         self._part.attentions.append(
             Attention(
@@ -418,8 +450,10 @@ class StepRecorder(FlopCounter):
 
     def _keep(self, tensor: Tensor) -> None:
         key = self._key(tensor)
+        # Once for a storage, as autograd shares it; parameters are counted as weights.
         if key not in self._saved and key not in self._parameters and key not in self._logits:
             self._saved.add(key)
+            # A mask is a byte, half a word of 16 bits.
             width = 0.5 if key in self._masks else 1.0
             self._part.add("saved", self._cut(tensor), width * _words(tensor))
 
@@ -456,6 +490,7 @@ class _Functions(TorchFunctionMode):
 
 def _words(tensor: Tensor) -> float:
     """Return the size of a tensor in numbers of activations, of whose width a flag is a half."""
+    # An expanded tensor has fewer numbers in memory than entries.
     count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
     if tensor.is_floating_point():
         return float(count)

@@ -70,6 +70,7 @@ class StepCost:
         sizes = self.layout.sizes
         split = self.layout.sequence_parallel or self.code.sharded_p2p
         size = self.block.hidden_bytes / (sizes.tensor if split else 1)
+        # Neighbors on the pipeline axis are as many ranks apart as there are in one stage.
         between = sizes.tensor * sizes.context * sizes.data >= self.clock.device.node
         return self.clock.message(size, between_nodes=between)
 
@@ -89,6 +90,7 @@ class StepCost:
             )
             for spans in layout.spans(m.layers)
         )
+        # The first stage has the table; without a pipeline also the head.
         alone = sizes.pipeline == 1
         return fullest + m.end_weights(sizes.tensor, first=True, last=alone, trained=trained)
 
@@ -102,6 +104,7 @@ class StepCost:
         """
         sizes, node = self.layout.sizes, self.clock.device.node
         shard = self.code.shards(self.layout)
+        # HSDP: whole copies of the sharded state, between which an all-reduce follows.
         copies = sizes.data * sizes.context // shard
         inside = ranks_inside(shard, sizes.tensor, node)
         waits = (pieces - 1) * self.clock.wait
@@ -114,6 +117,7 @@ class StepCost:
             time = slower * pieces * (piece - self.clock.wait)
         else:
             time = 0.0
+        # Weights are gathered inside of a copy only.
         if copies > 1 and kind != "all_gather":
             inside = ranks_inside(copies, sizes.tensor * shard, node)
             time += self.clock.collective("all_reduce", size / shard, copies, inside) + waits
@@ -122,6 +126,7 @@ class StepCost:
     def replicas(self) -> float:
         """Return the time of gradients, and of weights back, outside of the micro-batches."""
         code, held, stage = self.code, self.held(trained=True), self.layout.zero_stage
+        # Whole replicas: one all-reduce, nothing comes back.
         if stage == 0:
             return self.over_data("all_reduce", code.reduce_bytes * held)
         pieces = self._blocks() + 1  # every block, and what is around them
@@ -142,6 +147,7 @@ class StepCost:
         weights = self.shape.block_weights
         held = weights(sizes.tensor, sizes.expert)
         trained = weights(sizes.tensor, sizes.expert, trained=True)
+        # In the forward, and again in the backward, as blocks are resharded between them.
         gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
         reduced = self.over_data("reduce_scatter", self.code.reduce_bytes * trained)
         each = self.code.reduces_each(self.layout)
@@ -159,6 +165,7 @@ class StepCost:
         size = self.code.gradient_bytes * self.shape.shared_weights(sizes.tensor)
         if self.code.fsdp and layout.zero_stage:
             size /= self.code.shards(layout)
+        # Ranks of one stage lie between the two outer ones.
         distance = abs(last - first) * sizes.tensor * sizes.context * sizes.data
         inside = 1 if distance >= clock.device.node else 2
         return clock.collective("all_reduce", size, 2, inside) if size else 0.0
@@ -166,6 +173,7 @@ class StepCost:
     def optimizer(self) -> float:
         """Return the time of the update of what this rank owns, and of the norm of gradients."""
         held = self.held(trained=True)
+        # Sharded states: each rank updates its part.
         owned = held / (self.code.shards(self.layout) if self.layout.zero_stage else 1)
         traffic = self.code.step_traffic * owned + 8 * held
         if self.layout.offload:
@@ -180,6 +188,7 @@ class StepCost:
         passes = layout.microbatches * self._blocks()
         again = 1 if layout.recompute == "full" else 0
         hidden, shares = self.block.hidden_bytes, code.shards(layout)
+        # Forward, backward, and a recomputed forward.
         of_tokens = passes * (2 + again) * hidden
         of_experts = passes * (2 + again) * 2 * code.expert_bytes(m, layout)
         keys = (
@@ -187,6 +196,7 @@ class StepCost:
         )
         split = layout.sequence_parallel or code.sharded_p2p
         reductions = layout.microbatches if code.reduces_each(layout) else 1
+        # Stage 3: for each micro-batch in forward and backward; below, once a step.
         gathers = 2 * layout.microbatches if layout.zero_stage == 3 else 1
         trained = self.held(trained=True)
         # Stages below 3 gather what the optimizer has changed; stage 3 gathers all there is.
@@ -214,6 +224,7 @@ class StepCost:
         """Return the times of every stage, with the messages that hold it up."""
         if self.code.async_p2p or self.layout.sizes.pipeline == 1:
             return self.times
+        # A stage that waits for its message adds it to every forward and backward.
         held = self.message + self.clock.constants.stage_start
         return [StageTime(t.forward + held, t.backward + held, t.weight) for t in self.times]
 
@@ -252,6 +263,7 @@ class StepCost:
             return 0.0
         hides = body if self.code.overlap_data else 0.0
         if layout.zero_stage == 3:
+            # For each block and micro-batch, on the rank that has most blocks.
             traffic = m * self._blocks() * self.gathers()
         elif self.code.reduces_each(layout) and m > 1:
             traffic = m * self.over_data(
@@ -262,6 +274,7 @@ class StepCost:
         else:
             # Gradients are whole in the last backward only; weights are gathered by the first
             # forward.
+            # Only one of m backwards hides it.
             traffic, hides = self.replicas(), hides / m
             if layout.in_rounds:
                 # A stage is done long before its rank is: the last round covers the others.
@@ -273,6 +286,7 @@ class StepCost:
         """Return the time of the step and what it is made of."""
         time, clock = self._compose(self.body()), self.clock
         idle = self._busy == 1.0 and time.bubble > 0
+        # Nothing to gain: no idle time, or devices that do not slow each other down.
         if not idle or (clock.crowding == 1.0 and not clock.wait):
             return time
         # Devices that share cores are faster while others wait in the pipeline.
@@ -303,6 +317,7 @@ class StepCost:
             for axis in ("tensor", "context", "expert")
         }
         parts["recompute"] = layout.microbatches * blocks * block.recomputed.compute
+        # What is left of the busiest rank's time, so that the parts sum up to the step.
         parts = {"compute": max(0.0, busy - sum(parts.values())), **parts}
         parts |= {
             "bubble": body - busy,
@@ -316,6 +331,7 @@ class StepCost:
 
 def _sent(ranks: int, size: float) -> float:
     """Return what a rank of a ring sends of `size` bytes."""
+    # In one pass; an all-reduce is two.
     return (ranks - 1) / ranks * size
 
 
@@ -332,6 +348,7 @@ def make_clock(
     """
     calibration = device.calibration
     if calibration is None:
+        # Datasheet numbers: devices do not slow each other down.
         return Clock(device, constants, code.activation_bytes)
     busy = min(busy, device.node)
     crowding, wait = calibration.crowding(busy), calibration.wait(busy)
