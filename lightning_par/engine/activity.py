@@ -14,6 +14,7 @@ __all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord"]
 BETWEEN_STEPS = "between steps"
 """Action of a rank after an optimizer step, where hooks of the user run."""
 
+# Little-endian and without padding: another process of the node reads the same bytes.
 _LAYOUT = struct.Struct("<dqqq40s")
 RECORD_SIZE = _LAYOUT.size
 """Bytes of a record."""
@@ -71,6 +72,7 @@ class Activity:
 
     def share(self, memory: bytearray | memoryview) -> None:
         """Move the record to `memory`, of `RECORD_SIZE` bytes."""
+        # What was recorded so far goes along: a reader must not find an empty record.
         memory[:] = bytes(self._memory)
         self._memory = memory
 
@@ -82,6 +84,7 @@ class Activity:
             micro_batch: Index of the micro-batch, if the action has one.
             stage: Pipeline stage, if the action is one of a schedule.
         """
+        # `pack_into` cuts and pads the text to 40 bytes: no length is checked in every action.
         _LAYOUT.pack_into(
             self._memory, 0, monotonic(), stage, self.step, micro_batch, action.encode()
         )

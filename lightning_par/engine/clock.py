@@ -72,6 +72,7 @@ class DeviceClock:
         anchor = self.mark()
         anchor.synchronize()
         now = time.monotonic()
+        # Device time between two events, counted back from a moment that both clocks know.
         return [now - event.elapsed_time(anchor) / 1e3 for event in marks]
 
 
@@ -116,13 +117,16 @@ def measure_offset(
     **Communicates**: two small objects of every rank to all, and 8 round trips of 8 bytes between
     the first rank and one rank of every other host.
     """
+    # With the boot id, as containers of one host may have names of their own, and hosts the same.
     name = _host_name() if host is None else host
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, name, group=group)
     # One rank for each host other than that of the first rank.
+    # Ranks of one host share a clock, so that one of them asks for all.
     leaders = {hosts.index(other): other for other in dict.fromkeys(hosts) if other != hosts[0]}
     found = ClockOffset(seconds=0.0, error=0.0)
     rank = group.rank()
+    # One pair after the other, in the same order on every rank: others wait in the gather below.
     for leader in leaders:
         if rank == 0:
             _answer(group, leader, now)
@@ -150,6 +154,7 @@ def _ask(group: dist.ProcessGroup, now: Callable[[], float]) -> ClockOffset:
         dist.recv(message, first, group=group)
         theirs, answered = float(message), now()
         error = (answered - asked) / 2
+        # The shortest round trip has the tightest bound: the reading lies within it.
         if error < best.error:
             best = ClockOffset(seconds=theirs - (asked + answered) / 2, error=error)
     return best
@@ -167,5 +172,6 @@ def _answer(group: dist.ProcessGroup, leader: int, now: Callable[[], float]) -> 
 def _message(group: dist.ProcessGroup) -> torch.Tensor:
     # "cpu:gloo,cuda:nccl"
     devices = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    # Between the hosts where there is a way: a device would add its own delay.
     device = "cpu" if "cpu" in devices else devices[0]
     return torch.zeros((), dtype=torch.float64, device=device)

@@ -58,6 +58,7 @@ def split_sizes(size: int, parts: int) -> list[int]:
         size: Size of the dim that is sharded.
         parts: Number of ranks.
     """
+    # ceil: all shards but the last ones have the same size, as torch.chunk gives them.
     step = -(-size // parts)
     return [max(0, min(step, size - step * i)) for i in range(parts)]
 
@@ -77,6 +78,7 @@ def meet(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
     if group.size() == 1:
         return
     store, name = default_store(), f"lightning_par/meet/{group.group_name}"
+    # `add` counts all arrivals: each group of n of them is one turn.
     turn, place = divmod(store.add(name, 1) - 1, group.size())
     if place + 1 == group.size():
         store.set(f"{name}/{turn}", "")
@@ -88,6 +90,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
 
     **Communicates**: one all-reduce of `x`.
     """
+    # Functional collectives can be traced by torch.compile, and give a new tensor.
     out: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
     return out
 
@@ -106,11 +109,13 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
     """
     ranks, dim = group.size(), dim % x.ndim
     # The collective wants equal shards: later, smaller ones are padded, and the end is cut off.
+    # Collectives move equal shards.
     step = x.shape[dim] if size is None else -(-size // ranks)
     if x.shape[dim] < step:
         missing = step - x.shape[dim]
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    # all_gather_into_tensor joins along dim 0: [n * shard, ...] is cut and joined along `dim`.
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
     if size is not None and size != joined.shape[dim]:
         joined = torch.narrow(joined, dim, 0, size).contiguous()
@@ -132,6 +137,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         missing = -size % ranks
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     if dim != 0:
+        # reduce_scatter_tensor cuts dim 0: the parts along `dim` are laid one after the other.
         x = torch.cat(x.chunk(ranks, dim))
     out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name)
     shard: Tensor = _ops.wait_tensor(out)
@@ -150,6 +156,7 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # A view: an output that is the input itself would be no node of autograd's.
         return x.view_as(x)
 
     @staticmethod
@@ -201,6 +208,7 @@ class _SliceToShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Zeros for the tokens of other ranks, whose own slices have their gradients.
         whole = grad.new_zeros(ctx.shape)
         sizes = split_sizes(whole.shape[ctx.dim], ctx.group.size())
         whole.split(sizes, ctx.dim)[ctx.group.rank()].copy_(grad)
@@ -215,6 +223,7 @@ class _GatherFromShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # No sum: every rank has the same gradient of what it uses alike.
         return apply_function(_ShardOfShared, grad, ctx.dim, ctx.group), None, None, None
 
 
@@ -307,10 +316,12 @@ def refuses_second_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
+        # Without a graph: only what is returned tells that it cannot be differentiated again.
         with torch.no_grad():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
+        # An input that requires a gradient, so that `_NoGradient` becomes a node of the graph.
         anchor = torch.zeros((), requires_grad=True)
         given = [g if g is None else apply_function(_NoGradient, g, anchor) for g in found]
         return tuple(given)

@@ -46,6 +46,8 @@ class MeshGradScaler(OverridableGradScaler):
         state = scaler.state_dict()
         made = cls(
             device,
+            # And the state below: a scaler of a resumed run is in the middle of its growth
+            # interval.
             init_scale=state["scale"],
             growth_factor=state["growth_factor"],
             backoff_factor=state["backoff_factor"],
@@ -61,6 +63,7 @@ class MeshGradScaler(OverridableGradScaler):
 
     def current(self, device: torch.device) -> Tensor:
         """Return the scale, a number on `device`."""
+        # By `scale` itself, which makes the number on the device when it is first asked for.
         one: Tensor = self.scale(torch.ones((), device=device))
         return one
 
@@ -82,10 +85,12 @@ class MeshGradScaler(OverridableGradScaler):
             by_dtype.setdefault(grad.dtype, []).append(grad)
         if torch.float16 in by_dtype and not allow_fp16:
             raise ValueError("Attempting to unscale FP16 gradients.")
+        # By dtype, as the kernel takes lists of one dtype.
         for grads in by_dtype.values():
             unscale_and_check_(grads, found_inf, inv_scale)
         if self.offloaded_gradients is not None:
             self.offloaded_gradients.unscale(inv_scale, found_inf)
+        # Every rank has to come here once for an optimizer step, also one without gradients.
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         self._skipped = found_inf.clone() if self._skipped is None else self._skipped + found_inf
         return {found_inf.device: found_inf}

@@ -36,8 +36,10 @@ def masters_in_place(optimizer: Optimizer) -> Iterator[None]:
     swapped = []
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
+            # A parameter without a gradient is not stepped on, and needs no master.
             if parameter.grad is not None and parameter.dtype in _SHORT:
                 master = _take_master(optimizer, parameter)
+                # In the group of the optimizer, which steps on whatever it finds there.
                 group["params"][index] = master
                 swapped.append((group["params"], index, parameter, master))
     try:
@@ -51,10 +53,12 @@ def masters_in_place(optimizer: Optimizer) -> Iterator[None]:
 def _take_master(optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
     state: dict[str, Any] = optimizer.state.pop(parameter, {})
     value = state.pop(MASTER, None)
+    # Made of the weight in the first step; later ones find it in the state.
     master = like_parameter(parameter, parameter.detach().float() if value is None else value)
     assert parameter.grad is not None
     master.grad = parameter.grad.float()
     if state:
+        # The state follows the key: an optimizer looks it up by the parameter that it steps on.
         optimizer.state[master] = state
     return master
 
@@ -63,6 +67,7 @@ def _take_master(optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
 def _put_master(optimizer: Optimizer, parameter: Tensor, master: nn.Parameter) -> None:
     parameter.copy_(master)
     state: dict[str, Any] = optimizer.state.pop(master, {})
+    # Also a state that the optimizer has just begun.
     optimizer.state[parameter] = {**state, MASTER: master.detach()}
 
 
@@ -70,6 +75,7 @@ def keep_dtypes(optimizer: Optimizer) -> None:
     """Make the optimizer load states in the dtypes that they were saved in, as masters need it;
     torch would cast them to the dtype of their parameter.
     """
+    # From the hook before to the hook after, as the latter is not given the state.
     loading: list[dict[str, Any]] = []
 
     def before(_: Optimizer, state: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ def seed_of(*parts: object) -> int:
         True
     """
     digest = hashlib.sha256(repr(parts).encode()).digest()
+    # `hash` of text differs between processes (PYTHONHASHSEED), sha256 does not.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -90,6 +91,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
     # of accelerator that is not in use: up to a millisecond in every micro-batch.
     torch.default_generator.manual_seed(seed)
     accelerator = _accelerator(device)
+    # Only the device of this rank: the others of the host belong to other processes.
     if accelerator is not None:
         with accelerator.device(device):
             accelerator.manual_seed(seed)

@@ -136,6 +136,7 @@ class _Packer(pickle.Pickler):
         self._indices: dict[int, int] = {}
         self._by_name = by_name
 
+    # Called for every object that is pickled, hence the order: the rarest and cheapest first.
     def persistent_id(self, value: Any) -> int | str | tuple[int] | None:
         if self._kept and id(value) in self._kept:
             return self._kept[id(value)]
@@ -145,6 +146,7 @@ class _Packer(pickle.Pickler):
             return name
         if not isinstance(value, Tensor):
             return None
+        # By identity, so that a tensor that appears twice arrives as one.
         index = self._indices.setdefault(id(value), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(value)
@@ -165,6 +167,7 @@ class _Unpacker(pickle.Unpickler):
 
     @cached_property
     def _classes(self) -> dict[str, type]:
+        # Names to classes, as this rank's own tree holds them.
         packer = _Packer(io.BytesIO(), by_name=True)
         packer.dump(self._like)
         return packer.classes
@@ -175,6 +178,7 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
 
     **Communicates**: two broadcasts, of the pickled object's length and of the object.
     """
+    # torch refuses a group of one rank in some backends, and there is nobody to send to.
     if group.size() == 1:
         return value
     box = [value]
@@ -220,6 +224,7 @@ class TreeBroadcast:
         received: list[Any] = [None] * len(packed.specs)
         numbers: dict[tuple[str, torch.dtype], list[int]] = {}
         for index, spec in enumerate(packed.specs):
+            # Tensors stay on the kind of device where they are: the group has a backend for each.
             at = "cpu" if spec.device.type == "cpu" else "cuda"
             if not spec.shape:
                 kind = torch.float64 if spec.dtype.is_floating_point else spec.dtype
@@ -228,11 +233,13 @@ class TreeBroadcast:
             own = tensors[index].detach().contiguous() if self._is_source else None
             received[index] = self._send(own, spec.shape, spec.dtype, at)
         for (at, kind), indices in numbers.items():
+            # One message for all numbers of a kind, where each would cost a latency.
             parts = [tensors[i].detach().to(kind) for i in indices] if self._is_source else None
             own = None if parts is None else torch.stack(parts)
             found = self._send(own, (len(indices),), kind, at)
             for index, number in zip(indices, found.unbind(), strict=True):
                 received[index] = number.to(packed.specs[index].dtype)
+        # The source keeps its own objects, if all ranks get the same memory format.
         is_alike = self._is_source and all(tensor.is_contiguous() for tensor in tensors)
         return tree if is_alike else unpack(packed, received, tree, kept)
 
@@ -247,6 +254,7 @@ class TreeBroadcast:
 
     def _agree_on(self, text: bytes) -> bytes:
         """Return the text of the source; it is sent only when it changed."""
+        # Only the source knows; all ranks hear of it, and keep the text for the next tree.
         changed = int(self._is_source and text != self._header)
         note = torch.tensor([changed, len(text)])
         dist.broadcast(note, self._source, group=self._group)
@@ -306,6 +314,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
         names = [entry.name for entry in type(node).__attrs_attrs__]
     else:
         held = getattr(node, "__dict__", {})
+        # As Lightning moves batches: objects with a method `to`.
         moves = callable(getattr(node, "to", None))
         names = list(held) if moves or any(isinstance(v, Tensor) for v in held.values()) else []
         if not names:
@@ -327,6 +336,7 @@ def rebuild(node: Any, items: list[tuple[Any, Any]]) -> Any:
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
     changed = copy.copy(node)
     for name, value in items:
+        # Unchanged values are not written: a property without a setter may hold one.
         if getattr(changed, name) is not value:
             object.__setattr__(changed, name, value)  # a frozen dataclass has no other way
     return changed

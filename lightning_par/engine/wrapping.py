@@ -32,6 +32,7 @@ def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: 
     # Not the function's __dict__: a mark such as torch.compile's reference to what it compiled
     # would make a later compiler pass this wrapper over.
     outer = update_wrapper(around(inner), inner, updated=())
+    # What an instance attribute was; deleting it brings the method back.
     before = module.__dict__.get("forward")  # None: the method of the class
     module.__dict__.setdefault(_WRAPPERS, []).append((name, before))
     module.forward = outer

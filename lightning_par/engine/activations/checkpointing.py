@@ -92,6 +92,7 @@ def resolve_operations(names: Sequence[str]) -> tuple[frozenset[str], list[str]]
     found, unknown = set(), []
     for name in names:
         space, _, rest = name.partition(".") if "." in name else ("aten", ".", name)
+        # torch.ops gives an operator's packet by name, and raises AttributeError without one.
         packet = getattr(getattr(torch.ops, space), rest.partition(".")[0], None)
         overload = rest.partition(".")[2]
         if packet is None or (overload and overload not in packet.overloads()):
@@ -116,6 +117,7 @@ def choose_modes(in_flight: Sequence[float], blocks: Sequence[int], mode: Mode) 
     # Memory is proportional to micro-batches in flight times blocks.
     loads = [held * count for held, count in zip(in_flight, blocks, strict=True)]
     budget = max(loads) * _KEPT_UNITS[mode]
+    # From the least recomputation to the most.
     order: tuple[Mode, ...] = ("none", "selective", "full")
     allowed = order[: order.index(mode) + 1]
     return [next(m for m in allowed if load * _KEPT_UNITS[m] <= budget) for load in loads]
@@ -145,6 +147,7 @@ def recompute(
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # Evaluation keeps nothing for a backward.
             if not torch.is_grad_enabled():
                 return inner(*args, **kwargs)
             # By position, so that checkpoint sees every tensor and the devices of them all.
@@ -196,6 +199,7 @@ def _policy(
     **kwargs: Any,
 ) -> CheckpointPolicy:
     kept = keeps(operation, args)
+    # MUST_SAVE also where a compiler would rather recompute.
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -204,6 +208,7 @@ def _keeps(names: frozenset[str] | None, operation: Any, args: Sequence[Any]) ->
     full, packet = str(operation), str(operation.overloadpacket)
     if names is not None:
         return full in names or packet in names
+    # baddbmm has a bias before the two factors.
     if packet in _BATCHED:
         return not _grows(args[-2:])
     return packet in _PRODUCTS or packet in _ATTENTION

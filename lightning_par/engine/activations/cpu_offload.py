@@ -40,8 +40,10 @@ class HostCopy:
 
     def __post_init__(self) -> None:
         source, self.device = self.tensor.detach(), self.tensor.device
+        # Held no longer: the memory on the device is free once the copy is over.
         self.tensor = None
         self._host = torch.empty_like(source, device="cpu", pin_memory=True)
+        # The copy begins when the tensor has been computed.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self._host.copy_(source, non_blocking=True)
@@ -53,6 +55,7 @@ class HostCopy:
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.stream):
             tensor = self._host.to(self.device, non_blocking=True)
+        # On the device: the host goes on.
         current.wait_stream(self.stream)
         tensor.record_stream(current)
         return tensor
@@ -75,6 +78,7 @@ def _leave(tensor: Any, stays: frozenset[int] = frozenset()) -> Any:
     if small or _memory(tensor) in stays:
         return tensor.detach()
     device = tensor.device
+    # One stream for a device, for the life of the process: streams are scarce.
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return HostCopy(tensor, _streams[device])
@@ -94,6 +98,7 @@ def kept_on_host(held: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     Args:
         held: Tensors whose memory is not freed anyway, as that of parameters.
     """
+    # By memory, as views of a parameter are saved as well.
     stays = frozenset(_memory(tensor.detach()) for tensor in held)
     return torch.autograd.graph.saved_tensors_hooks(partial(_leave, stays=stays), _return)
 
@@ -114,6 +119,7 @@ class _Keep(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.keeps(func, args):
+            # In the order of the calls of one operator, which a recomputation repeats.
             self.kept[func].append(tree_map(_leave, out))
         return out
 
@@ -130,6 +136,7 @@ class _Give(TorchDispatchMode):
         self.keeps, self.kept = keeps, kept
         self.given: dict[Any, int] = defaultdict(int)
 
+    # Each recomputation of the block begins with the first output.
     def __enter__(self) -> Any:
         self.given.clear()
         return super().__enter__()  # type: ignore[no-untyped-call]

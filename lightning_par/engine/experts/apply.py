@@ -83,6 +83,7 @@ class ExpertParallel:
         Returns:
             The parameters that no other rank holds, which FSDP2 has to ignore.
         """
+        # One FSDP unit for each module with experts: it is called as a whole.
         inside = [m for n, m in self.modules.items() if not prefix or n.startswith(prefix + ".")]
         copies, shards = self.mesh["expert_replicate"].size(), self.mesh["expert_shard"].size()
         # Nothing to reduce or gather: every expert is on one rank only.
@@ -117,6 +118,7 @@ def expert_shard_dim(shape: Sequence[int], taken: Collection[int], shards: int) 
     Returns:
         The last free dim that divides evenly; if none does, dim 0.
     """
+    # The last dims of expert weights are features: large, and mostly even.
     free = [d for d, size in enumerate(shape) if d not in taken and not size % shards]
     return free[-1] if free else 0
 
@@ -149,6 +151,7 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
         for name, module in found.items()
         if not callable(getattr(module, "compute", None))
     ]
+    # Experts are stacked in dim 0, which the ``ep`` axis divides.
     numbers = {
         f"{name}.{key}": parameter.shape[0] if parameter.ndim else 0
         for name, module in found.items()
@@ -183,8 +186,10 @@ def apply_expert_parallel(
         names |= {f"{fqn}.{key}" for key, _ in module.named_parameters()}
         for child in module.modules():
             if next(child.parameters(recurse=False), None) is not None:
+                # Each module with parameters, as inner ones compute with theirs.
                 wrap_forward(child, partial(_with_local_parameters, child), "local_parameters")
         dispatch_tokens(module, mesh.expert_mesh.get_group("ep"), max_rows)
+        # After `dispatch_tokens`, whose `compute` is what is to run in a call.
         _compute_in_a_call(module)
     return ExpertParallel(mesh=mesh.expert_mesh, modules=modules, parameters=frozenset(names))
 
@@ -196,6 +201,7 @@ def _compute_in_a_call(module: nn.Module) -> None:
     gather them, and a forward that sees local tensors.
     """
     compute: Forward = module.compute  # type: ignore[assignment]
+    # Inside of a call of the module its hooks have run: calling it again would gather again.
     is_called = False
 
     def around(inner: Forward) -> Forward:
@@ -212,6 +218,7 @@ def _compute_in_a_call(module: nn.Module) -> None:
     def compute_in_a_call(*args: Any, **kwargs: Any) -> Any:
         if is_called:
             return compute(*args, **kwargs)
+        # For this one call the forward is `compute`: hooks of FSDP2 run around it.
         with replaced(module, "forward", _with_local_parameters(module, compute)):
             return module(*args, **kwargs)
 
@@ -238,6 +245,7 @@ def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.Pro
 def _summed(module: nn.Module, group: dist.ProcessGroup, inner: Forward) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = inner(*args, **kwargs)
+        # Detached: these are counts or statistics, whose gradient belongs to no replica.
         return all_reduce(out.detach(), group) if module.training else out
 
     return forward

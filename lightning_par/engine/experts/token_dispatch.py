@@ -73,16 +73,20 @@ def dispatch_tokens(
             _check_rows(len(x) if capacity is None else min(len(x), here * capacity), max_rows)
             routes = _padded_routes(len(x), counts, max_rows, group)
         # See Note [Overlapped exchange].
+        # The order of the next lines: rows leave, shared experts compute meanwhile, rows arrive.
         leaving = routes.pack(x)
         pending = routes.parts.start(leaving)
         other = None if beside is None else beside()
+        # `pending` in a list, as autograd would take a tensor for an input with a gradient.
         rows = apply_function(_Exchange, leaving, [pending], routes.parts, float(ranks))
         sorted_rows = routes.by_expert.apply(rows)
         if takes_beside:  # it was called already
+            # `beside` has run: `compute` still expects one to call.
             answers, _ = inner(sorted_rows, routes.counts, lambda: None)
         else:
             answers = inner(sorted_rows, routes.counts)
         answers = routes.by_expert.inverse().apply(answers)
+        # Answers go back along the same parts, reversed.
         home = routes.parts.reverse()
         out = apply_function(_Exchange, answers, [home.start(answers)], home, 1.0 / ranks)
         found = routes.unpack(out, len(x))
@@ -122,6 +126,7 @@ class _Parts:
 
     def start(self, x: Tensor) -> Tensor:
         """Start an all-to-all of `x`; the result has to be waited for."""
+        # Detached: `_Exchange` stands for the exchange in the graph.
         x, name = x.detach().contiguous(), self.group.group_name
         started: Tensor = _ops.all_to_all_single(x, self.received, self.sent, name)
         return started
@@ -171,6 +176,7 @@ class _Routes:
         """Return the rows that are sent, in parts."""
         if self.by_rank is not None:
             return self.by_rank.apply(x)
+        # Rows of no expert are last, and stay here.
         rows = sum(self.parts.sent)
         return x if rows == len(x) else x[:rows]
 
@@ -187,6 +193,7 @@ class _Routes:
 def _exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the numbers [n, E/n] of rows that come from every rank for every local expert."""
     ranks = group.size()
+    # Each rank sends E/n numbers to each.
     equal = [len(counts) // ranks] * ranks
     arriving: Tensor = _ops.wait_tensor(
         _Parts(sent=equal, received=equal, group=group).start(counts)
@@ -201,9 +208,11 @@ def _sort_by_expert(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
         counts: [n, k]: number of rows in every part of every kind; parts are sorted by kind.
         size: Their sum.
     """
+    # Parts are sorted by expert already: a stable sort keeps the order of ranks within one.
     kinds = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
     order = kinds.repeat_interleave(counts.flatten(), output_size=size).argsort(stable=True)
     back = torch.empty_like(order)
+    # The inverse permutation, without a second sort.
     back[order] = torch.arange(size, device=order.device)
     return order, back
 
@@ -233,10 +242,13 @@ def _padded_routes(rows: int, counts: Tensor, size: int, group: dist.ProcessGrou
     leaving = torch.cat([leaving, (rows - leaving.sum()).view(1)])
     rank = torch.arange(ranks + 1, device=counts.device)
     rank = rank.repeat_interleave(leaving, output_size=rows)
+    # The place within the part of its rank: number of the row, less the first row of that rank.
     slots = places + rank * size - (leaving.cumsum(0) - leaving)[rank]
     slots = slots.clamp(max=total)
+    # One more slot takes the rows that are not sent, and is cut off.
     filled = torch.full((total + 1,), rows, device=counts.device).scatter(0, slots, places)
     arriving = _exchange_counts(counts, group)
+    # One more kind, behind the experts: rows of padding.
     padding = size - arriving.sum(1, keepdim=True)
     order, back = _sort_by_expert(torch.cat([arriving, padding], 1), total)
     here = arriving.sum(0)
@@ -244,7 +256,10 @@ def _padded_routes(rows: int, counts: Tensor, size: int, group: dist.ProcessGrou
         by_rank=_Permutation(order=filled[:-1], back=slots, padded=(True, True)),
         parts=_Parts(sent=[size] * ranks, received=[size] * ranks, group=group),
         by_expert=_Permutation(
-            order=order, back=torch.where(back < here.sum(), back, total), padded=(False, True)
+            # Rows of padding give nothing back.
+            order=order,
+            back=torch.where(back < here.sum(), back, total),
+            padded=(False, True),
         ),
         counts=here,
     )
@@ -262,6 +277,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # In the backward rows go home as the answers did in the forward.
         back = _ops.wait_tensor(ctx.parts.reverse().start(grad))
         return back * ctx.factor, None, None, None
 
@@ -280,6 +296,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
+        # Gathered by the inverse: `index_add` would need atomics, and is not deterministic on
+        # CUDA.
         return _take(grad, back, ctx.padded), None, None, None
 
 

@@ -53,6 +53,7 @@ class TensorView:
         Args:
             held: Any view of the buffer.
         """
+        # The usual case; as_strided keeps the dtype.
         if held.dtype == self.dtype:
             return held.as_strided(self.size, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=held.device)
@@ -92,6 +93,7 @@ class TapeEntry:
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     found = []
     for place, argument in enumerate(operator_schema(func).arguments):
+        # Of the operator's schema: `a!` marks what is written in place.
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
@@ -137,6 +139,7 @@ class ConstructionTape(TorchDispatchMode):
     def view(self, tensor: Tensor) -> TensorView:
         """Return how the tape refers to `tensor`, a new buffer if it has not met its storage."""
         storage = tensor.untyped_storage()
+        # A storage is a buffer, whatever views of it come.
         if storage_key(storage) not in self._storages:
             self._name(storage, self._count)
             if not tensor.is_meta:
@@ -151,6 +154,7 @@ class ConstructionTape(TorchDispatchMode):
         )
 
     def _name(self, storage: torch.UntypedStorage, buffer: int) -> None:
+        # Weakly: a key may be given to another storage once this one is freed.
         self._storages[storage_key(storage)] = (StorageWeakRef(storage), buffer)
 
     def adopt(self, tensor: Tensor, label: str) -> Tensor:
@@ -164,6 +168,7 @@ class ConstructionTape(TorchDispatchMode):
         self.labels.setdefault(view.buffer, label)
         if tensor.is_meta:
             return tensor
+        # The base has as many bytes as the real storage, so that views keep their geometry.
         with self.paused(), torch.no_grad():
             entries = tensor.untyped_storage().nbytes() // tensor.element_size()
             base = torch.empty(entries, dtype=tensor.dtype, device="meta")
@@ -177,6 +182,7 @@ class ConstructionTape(TorchDispatchMode):
         if not met and not tensor.is_meta:
             with self.paused():
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                # Its bytes, not a copy: copied before the first write, see `_keep_before_write`.
                 self._constants[view.buffer] = flat.set_(tensor.untyped_storage())
         return view
 
@@ -194,6 +200,7 @@ class ConstructionTape(TorchDispatchMode):
         as_view = lambda x: self._input(x) if isinstance(x, Tensor) else x  # noqa: E731
         viewed_args, viewed_kwargs = tree_map(as_view, args), tree_map(as_view, kwargs)
         inputs = [x for x in tree_leaves((viewed_args, viewed_kwargs)) if isinstance(x, TensorView)]
+        # All inputs count as read, also those that are only written: an order is kept anyhow.
         reads = frozenset(v.buffer for v in inputs)
         outputs = tuple(
             self.view(t) if isinstance(t, Tensor) and not self.knows(t) else None
@@ -201,6 +208,7 @@ class ConstructionTape(TorchDispatchMode):
         )
         writes = frozenset(self.view(t).buffer for t in written)
         writes |= {v.buffer for v in outputs if v is not None}
+        # An operation that makes and changes nothing, as a question for a shape, is left out.
         if writes:
             entry = TapeEntry(
                 function=function,
@@ -212,6 +220,7 @@ class ConstructionTape(TorchDispatchMode):
                 random=random,
                 default_dtype=torch.get_default_dtype(),
             )
+            # By place on the tape, for `slice_of`.
             for buffer in writes:
                 self._writers.setdefault(buffer, []).append(len(self.entries))
             self.entries.append(entry)
@@ -248,6 +257,7 @@ class ConstructionTape(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
         real = [t for t in written if not t.is_meta]
+        # A value that leaves meta: a real tensor would be filled with values that do not exist.
         if real or func is item_operator:
             self._refuse(tree_leaves((args, kwargs)), str(func))
         returns = operator_schema(func).returns
@@ -291,6 +301,7 @@ class ConstructionTape(TorchDispatchMode):
                 if place >= before or place in found:
                     continue
                 found.add(place)
+                # An earlier reach of the same buffer has taken these writers in already.
                 for read in self.entries[place].reads:
                     if reach.get(read, -1) < place:
                         reach[read] = place
@@ -305,13 +316,16 @@ class ConstructionTape(TorchDispatchMode):
         """Forget what no parameter needs, and number the draws that several tensors share."""
         # Backwards over the tape; `sinks` holds, for every buffer, the parameters (or held real
         # tensors) in which its values end up: a draw that ends in several gets its own seed.
+        # A real tensor that nobody holds any more is no part of the model.
         gone = {b for b, ref in self._real.items() if ref.expired()}
         held = set(self._real) - gone - set(self.labels)
         sinks: dict[int, set[int]] = {b: {b} for b in self.labels}
+        # Parameters, and meta tensors from which they are made.
         wanted = set(range(self._count)) - set(self._real) | set(self.labels)
         leaking: set[int] = set(held)
         kept: list[TapeEntry] = []
         for entry in reversed(self.entries):
+            # Backwards: what later entries read is known when an earlier writer is met.
             ends = set().union(*(sinks.setdefault(b, {b}) for b in entry.writes))
             for buffer in entry.reads:
                 sinks.setdefault(buffer, set()).update(ends)
@@ -323,10 +337,12 @@ class ConstructionTape(TorchDispatchMode):
         self.entries = kept[::-1]
         self._index()
         draws = [e for e in self.entries if e.random]
+        # Seeded by number: each of the parameters sees the same draw.
         shared = [e for e in draws if len(set().union(*(sinks[b] for b in e.writes))) > 1]
         self.shared = {id(e): number for number, e in enumerate(shared)}
         self.leaked = {id(e) for e in draws if e.writes & leaking}
         self._constants = {b: t for b, t in self._constants.items() if b in wanted}
+        # Keys of freed storages may be given again.
         self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
 
     def _index(self) -> None:

@@ -92,21 +92,25 @@ class ConstructionRecord:
         view = self._tape.view(parameter) if known else self._views[parameter]
         entries = self._tape.slice_of(view.buffer)
         self._check(name, parameter, view, entries)
+        # On the device type of the run: generators of CPU and GPU draw other numbers.
         target = torch.device(device)
         with torch.no_grad(), fork_torch_rng(target), _default_dtype_restored():
             held = self._replay(entries, view.buffer, name, seed, target)
             value = view.of(held).to(dtype or parameter.dtype)
+            # A view of a larger buffer would keep all of it in memory.
             whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
             return value if whole else value.clone()
 
     def _meta_twin(self, parameter: nn.Parameter, label: str) -> nn.Parameter:
         """Return the meta parameter in the place of `parameter`, the same one each time."""
         if parameter not in self._twins:
+            # Adopted: real parameters become meta ones with the same history.
             twin, meta = parameter, self._tape.adopt(parameter.data, label)
             if not parameter.is_meta:
                 twin = make_subclass(type(parameter), meta, parameter.requires_grad)
                 twin.__dict__.update(parameter.__dict__)
             self._twins[parameter] = twin
+            # A twin is its own twin, as ties register it again.
             self._twins[twin] = twin
             self._views[twin] = self._tape.view(twin)
         found: nn.Parameter = self._twins[parameter]
@@ -123,6 +127,7 @@ class ConstructionRecord:
                 f"{name}: this parameter was made on the meta device outside configure_model, so "
                 "it has no initialization. Make it inside.",
             )
+        # torch.empty gives what was in memory, which differs on every rank.
         if not constant and parameter.numel() and all(e.allocates for e in made):
             raise PlanError(
                 "LP209",
@@ -143,6 +148,7 @@ class ConstructionRecord:
     ) -> Tensor:
         made: dict[int, Tensor] = {}
         # Every buffer is freed after its last use, so that one parameter at a time fits.
+        # Place of the last entry that touches a buffer.
         last = {b: place for place, e in enumerate(entries) for b in e.reads | e.writes}
         for b in {buffer, *last}:
             constant = self._tape.constant(b)
@@ -154,6 +160,7 @@ class ConstructionRecord:
                 shared = self._tape.shared.get(id(entry))
                 # See Note [Seeds of draws].
                 label = (name, draws) if shared is None else ("shared", shared)
+                # Each draw anew, so that it does not depend on draws for other parameters.
                 seed_generators(seed_of(seed, *label), device)
                 draws += shared is None
             _run(entry, made, device, name)
@@ -175,11 +182,13 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
                     "configure_model, which has no values. Make it inside.",
                 )
             return x.of(made[x.buffer])
+        # A generator of the constructor's cannot be put back: draws follow the seed instead.
         return None if isinstance(x, torch.Generator) else x
 
     args, kwargs = tree_map(real, (entry.args, entry.kwargs))
     schema = operator_schema(entry.function) if hasattr(entry.function, "overloadpacket") else None
     if schema is not None and any(a.name == "device" for a in schema.arguments):
+        # Pinned memory belongs to the CPU only.
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"} | {"device": device}
     torch.set_default_dtype(entry.default_dtype)
     results = tree_leaves(entry.function(*args, **kwargs))
@@ -189,6 +198,7 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
         # torch.empty gives what the memory held before; zeros are the same on every rank.
         if entry.allocates:
             result.zero_()
+        # Later entries refer to the geometry that the constructor had.
         if result.stride() != view.stride or result.storage_offset() != view.offset:
             laid = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
             result = laid.copy_(result)
@@ -215,6 +225,7 @@ class _SkippedInits(TorchFunctionMode):
     def __init__(self, tape: ConstructionTape) -> None:
         super().__init__()
         self._tape = tape
+        # What `tensor.is_meta` arrives as in `__torch_function__`.
         self._asks_meta = inspect.getattr_static(Tensor, "is_meta").__get__
 
     def __torch_function__(
@@ -223,6 +234,7 @@ class _SkippedInits(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if result is True and func == self._asks_meta:
             frame = sys._getframe(1)
+            # Asked inside of nn.init, and nowhere else.
             if frame.f_globals is vars(init) and self._tape.knows(args[0]):
                 self._record(frame.f_code, frame.f_locals)
         return result
@@ -230,6 +242,7 @@ class _SkippedInits(TorchFunctionMode):
     def _record(self, code: Any, values: dict[str, Any]) -> None:
         function = vars(init)[code.co_name]
         names = inspect.signature(function).parameters
+        # The arguments as the function has them, from its frame.
         kwargs = {name: values[name] for name in names}
         written = [kwargs["tensor"]]
         with self._tape.paused():
@@ -240,15 +253,18 @@ def _registering(
     original: Callable[..., None], record: ConstructionRecord
 ) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
     """Return a `register_parameter` that puts a meta parameter in the place of a real one."""
+    # Other threads may build other models meanwhile.
     owner = threading.get_ident()
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if not isinstance(param, nn.Parameter) or threading.get_ident() != owner:
             original(self, name, param)
             return
+        # No leaf, or without a shape yet: nothing could be recorded of it.
         if param.grad_fn is not None or is_lazy(param):
             original(self, name, param)
             return
+        # Subclasses that hold several tensors have no storage of their own.
         if not hasattr(param, "__tensor_flatten__"):
             param = record._meta_twin(param, f"{name!r} of {type(self).__name__}")
         original(self, name, param)

@@ -56,10 +56,12 @@ class Materializer:
             model: Changed in place. Modules that were visited before are skipped; ties are kept.
             prefix: FQN of `model` inside the module that `canonical` speaks of.
         """
+        # Not named_parameters: each place that holds a tie has to get the new tensor.
         for name, module in model.named_modules():
             if isinstance(module, StageStub) or module in self._visited:
                 continue
             self._visited.add(module)
+            # `materialize` is called block by block: names are those of the whole model.
             base = ".".join(each for each in (prefix, name) if each)
             start = f"{base}." if base else ""
             for key, parameter in module._parameters.items():
@@ -91,10 +93,12 @@ class Materializer:
                 dtype=parameter.dtype,
             )
         else:
+            # Unsharded real values are the same on every rank, see `broadcast_values`.
             full = parameter.detach().to(self.device)
         advance("build", full.nbytes)
         wants_grad = parameter.requires_grad
         placement = None if self.tensor is None else self.tensor.placements[fqn]
+        # Experts have a mesh of their own, with the ``ep`` axis.
         if self.experts is not None and fqn in self.experts.parameters:
             mesh, placements = self.experts.placed(placement)
             placed = shard_parameter(full, placements, mesh, requires_grad=wants_grad)
@@ -104,6 +108,7 @@ class Materializer:
             placed = nn.Parameter(full, requires_grad=wants_grad)
         else:  # the same object, which the user's code may hold
             placed, parameter.data = parameter, full
+        # What the user set on the parameter, as marks for an optimizer.
         placed.__dict__.update(parameter.__dict__)
         if self._ties[self.canonical[fqn]] > 1:
             self._done[id(parameter)] = (placed, parameter)
@@ -124,6 +129,7 @@ def broadcast_values(
     **Communicates**: over all ranks, one broadcast per tensor; small ones of a dtype go together.
     """
     receives = dist.get_rank() != 0
+    # In buckets, as a message for each bias would cost its latency.
     for members in buckets(t for t in tensors if not t.is_meta and t.numel()):
         for dtype in dict.fromkeys(t.dtype for t in members):
             alike = [t for t in members if t.dtype is dtype]

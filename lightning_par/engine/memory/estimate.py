@@ -131,6 +131,7 @@ def estimate_memory(
         module, resolved, sizes, rank_of_stage=rank_of_stage, stage_blocks=stage_blocks
     )
     found = []
+    # Ranks that differ in another axis hold as much as each other: one for each stage.
     for rank in range(0, sizes.world_size, sizes.world_size // sizes.pipeline):
         # The first rank of a stage has the larger shard where a size does not divide evenly.
         shares = _shares(module, resolved, sizes, placements, rank, dtype)
@@ -139,6 +140,7 @@ def estimate_memory(
         if compression is not None and compresses:
             rows = _with_compression(rows, compression, shares, sizes)
         found.append(MemoryEstimate(tuple(rows)))
+    # By the device first, as that is what runs out.
     return max(found, key=lambda estimate: (estimate.device, estimate.host))
 
 
@@ -161,6 +163,7 @@ def _shares(
         found.append(
             _Share(
                 entries=math.prod(shape),
+                # After tensor and expert parallelism, before FSDP.
                 gathered=math.prod(placement.local_shape(rank, sizes, gathered=True) or ()),
                 dtype=dtype if dtype is not None and floats else placement.dtype,
                 trains=parameters[placement.name].requires_grad,
@@ -181,6 +184,7 @@ def _with_compression(
         for share in shares
         if share.trains
     )
+    # Compression needs whole replicas, on which nothing is gathered.
     whole = [replace(row, device=0) if row.kind == "gathered" else row for row in rows]
     return [*whole[:-1], MemoryRow(kind="compression", device=kept), whole[-1]]
 
@@ -208,6 +212,7 @@ def _rows(
     local = sum(share.entries * share.size for share in trained)
     gathered = 0
     if sizes.data > 1:
+        # Stage 3: the block at work and the next one, which is gathered beside it.
         gathered = min(2 * largest, whole) if zero_stage == 3 else whole
     rows = [
         MemoryRow(kind="parameters", device=sum(s.entries * s.size for s in shares)),
@@ -224,6 +229,7 @@ def _rows(
     slots = 1 if offload.delayed_update is False else 2
     part = offload.offload_fraction
     offloaded = int(part * local)
+    # Offloaded gradients leave bucket by bucket, unless all wait for the end.
     gradients = local if waits else local - offloaded + min(offloaded, bucket)
     states = 0 if offload.folder is not None else int(part * _states(trained, offload))
     if offload.offload_parameters:
@@ -231,6 +237,7 @@ def _rows(
         gradients = min(local, 2 * largest)
     sums = 0
     if offload.accumulate_on == "host" and not offload.offload_parameters:
+        # A sum for each slot, in the dtype of the masters.
         sums = sum(s.entries * s.wide for s in trained)
     rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * (offloaded + sums)))
     # The others have moments on the device, and a float32 master if they have 16 bits.
@@ -251,6 +258,7 @@ def _states(shares: Sequence[_Share], offload: OffloadOptions) -> int:
     """Return the bytes of master weights and moments on the host."""
     total = 0
     for share in shares:
+        # float64 parameters have float64 moments.
         moment = share.wide if share.wide == 8 else offload.moments.itemsize
         total += share.entries * (share.wide + 2 * moment)
     return total
@@ -279,6 +287,7 @@ def misfits(
             f"every device needs {estimate.device / _GIB:.2f} GiB before activations and has "
             f"{device / _GIB:.2f} GiB"
         )
+    # On a CPU device and host are one memory.
     needed = (estimate.host + (estimate.device if shared else 0)) * ranks_per_host
     if host is not None and needed > host:
         problems.append(

@@ -28,6 +28,7 @@ def bytes_held(tree: Any) -> int:
         tree: Any pytree; of a DTensor, this rank's shard counts.
     """
     tensors = (local_part(t) for t in tree_leaves(tree) if isinstance(t, Tensor))
+    # By address: views and ties share memory.
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
 
@@ -76,6 +77,7 @@ def available_memory() -> int | None:
         lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     limit, used = (_CGROUP / name for name in ("memory.max", "memory.current"))
+    # A container may have less than the machine.
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         found.append(int(limit.read_text()) - int(used.read_text()))
     return min(found, default=None)
@@ -112,6 +114,7 @@ class SavedActivations:
 
     def __enter__(self) -> Self:
         # FSDP gathers a parameter for its forward only: its address is not known before.
+        # For all modules, as a hook of one would not see blocks that are made later.
         hook = nn.modules.module.register_module_forward_pre_hook(self._see_parameters)
         self._open.callback(hook.remove)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -146,6 +149,7 @@ class SavedActivations:
     def _hold(self, key: int, size: int) -> None:
         users, _ = self._held.get(key, (0, size))
         self._held[key] = users + 1, size
+        # Autograd may save a tensor several times: its memory is there once.
         if not users:
             self._now += size
             self.peak = max(self.peak, self._now)

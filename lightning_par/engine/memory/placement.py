@@ -70,11 +70,13 @@ class ParameterPlacement:
             sizes: Sizes of the mesh.
             gathered: Give the shape in the forward, where FSDP has gathered its shards.
         """
+        # Axes of experts are carved out of the same ranks.
         place = {**_expert_place(rank, sizes), **sizes.coordinates(rank)}
         if place["pp"] not in self.pipeline_ranks:
             return None
         used = [cut for cut in self.cuts if not (gathered and cut.axis in _GATHERED)]
         cuts = [(cut.dim, cut.parts, place[cut.axis]) for cut in used]
+        # In the order of the cuts: tensor parallelism first, then what FSDP divides of its shard.
         return cut_box(self.name, self.shape, cuts).shape
 
     def local_bytes(self, rank: int, sizes: ParallelSizes) -> int:
@@ -110,6 +112,7 @@ def find_placements(
         every = names[name]
         held = {s for n in every for s in resolved.stages_of(n, bounds)}
         tensor = placements[name]
+        # A style may shard where the axis has one rank.
         dim = tensor.dim if isinstance(tensor, Shard) and sizes.tensor > 1 else None
         shape = tuple(parameter.shape)
         found.append(
@@ -132,6 +135,7 @@ def _cuts(
 ) -> list[Cut]:
     owner = name.rpartition(".")[0]
     tensor = [] if dim is None else [Cut(axis="tp", dim=dim, parts=sizes.tensor)]
+    # Patterns name the module that holds experts; parameters may lie below it.
     divided = sizes.expert > 1 and any(
         match_pattern(p, ".".join(owner.split(".")[: p.count(".") + 1]))
         for p in resolved.plan.experts
@@ -151,6 +155,7 @@ def _cuts(
 
 def _expert_place(rank: int, sizes: ParallelSizes) -> dict[str, int]:
     place = {}
+    # The innermost axis varies fastest.
     for axis, size in reversed(list(zip(EXPERT_AXES, sizes.expert_shape, strict=True))):
         rank, place[axis] = divmod(rank, size)
     return place
