@@ -77,6 +77,7 @@ def local_box(name: str, tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box(name, (0,) * tensor.ndim, tuple(tensor.shape))
     mesh = tensor.device_mesh
+    # Placements alone tell the part; the shape that is held is compared with it.
     box = box_at(name, tensor.shape, mesh, tensor.placements)
     held = tuple(tensor.to_local().shape)
     if 0 in held and 0 in box.shape:
@@ -106,6 +107,7 @@ def box_at(
     """
     place = mesh.get_coordinate()
     assert place is not None
+    # None where a rank would hold several strips: no box names them.
     shards = _block_cuts(placements)
     if shards is None:
         raise CheckpointError(
@@ -120,6 +122,7 @@ def _block_cuts(placements: Sequence[Placement]) -> list[tuple[int, int]] | None
     """Return the axis of the mesh and the dim of every cut, in the order in which they were made;
     None if a rank would hold several strips of a dim.
     """
+    # Only shards have a dim, strided ones included; Replicate has none.
     shards: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(placements) if hasattr(p, "dim")]
     shards.sort(key=lambda shard: type(shard[1]) is not Shard)  # strided ones were made last
     plain = {p.dim for _, p in shards if type(p) is Shard}
@@ -142,6 +145,7 @@ def cut_box(name: str, shape: Sequence[int], cuts: Iterable[tuple[int, int, int]
     """
     left, offset = list(shape), [0] * len(shape)
     for dim, count, index in cuts:
+        # As torch.chunk cuts: ceil, so that the last chunks are smaller or empty.
         each = -(-left[dim] // count)
         low = min(each * index, left[dim])
         offset[dim] += low
@@ -216,6 +220,7 @@ def full_tensors(tensors: Iterable[Tensor], *, bucket: int = _BUCKET) -> Iterato
     for members in buckets(tensors, bucket, sizes):
         kinds: defaultdict[Any, dict[int, DTensor]] = defaultdict(dict)
         for at, tensor in enumerate(members):
+            # Large and partial ones go alone, by `whole`.
             if isinstance(tensor, DTensor) and (axes := _gathered_axes(tensor, bucket)):
                 kinds[tensor.device_mesh, axes, tensor.dtype, tensor.device][at] = tensor
         found: dict[int, Tensor] = {}
@@ -264,9 +269,11 @@ def _gather_blocks(
     for indices in product(*map(range, sizes)):
         place = dict(zip(axes, indices, strict=True))
         boxes.append([_box_of(t, place) for t in tensors])
+    # Boxes of ranks may differ in size: rows are padded to the longest.
     length = max(sum(prod(box.shape) for box in held) for held in boxes)
     parts = [local_part(tensor).flatten() for tensor in tensors]
     flat = torch.cat([*parts, parts[0].new_zeros(length - sum(map(len, parts)))])
+    # The innermost axis first: rows then follow each other as `product` gives the boxes.
     for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
         group = mesh.get_group(axis).group_name
         flat = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, size, group))
@@ -302,4 +309,5 @@ def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return tensor
+    # Cloned: a view would keep the whole value alive.
     return sharded_like(_narrow(tensor, local_box("tensor", like)).clone(), like)

@@ -71,6 +71,7 @@ class ParallelMesh:
         sizes = zip(AXES, self.sizes.shape, strict=True)
         axes = {axis: self.group(axis) for axis, size in sizes if size > 1}
         if self.expert_mesh is not None:
+            # Without "pp" and "tp", which are the same groups as above.
             axes |= {axis: self.expert_mesh.get_group(axis) for axis in EXPERT_AXES[1:4]}
         others = {"data": self.data_group, "replica": self.replica_group}
         return {**axes, **others, "tokens": self.token_group}
@@ -79,6 +80,7 @@ class ParallelMesh:
         """Return the global rank at `coordinate` of `axis` and this rank's place on the others."""
         place = {**self.place, axis: coordinate}
         rank = 0
+        # AXES are in the order of the ranks, outermost first.
         for name, size in zip(AXES, self.sizes.shape, strict=True):
             rank = rank * size + place[name]
         return rank
@@ -103,6 +105,7 @@ class ParallelMesh:
         """
         wanted = set(itertools.product(*keep))
         groups = []
+        # All groups of the world, as each rank has to take part in making each of them.
         for members in self.sizes.groups(axes):
             places = [self.sizes.coordinates(rank) for rank in members]
             inside = list(zip(members, places, strict=True))
@@ -113,6 +116,7 @@ class ParallelMesh:
 def _make_groups(
     groups: Sequence[list[int]], timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
+    # A collective over the world: every rank passes the same lists in the same order.
     mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in groups], timeout=timeout)
     return mine if isinstance(mine, dist.ProcessGroup) else None
 
@@ -146,6 +150,7 @@ def build_mesh(
     data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")), timeout)
     replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")), timeout)
     token_group = data_group
+    # Without context parallelism both are the same ranks, and one communicator is enough.
     if sizes.context > 1:
         token_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard", "cp")), timeout)
     assert data_group is not None

@@ -52,11 +52,13 @@ def register_strategies() -> None:
 def _fill(module: ModuleType) -> None:
     registry = module.StrategyRegistry
     for name, (kind, description, options) in STRATEGIES.items():
+        # A second import of the package in one process, as in a notebook, changes nothing.
         if name not in registry:
             registry.register(name, partial(_make, kind), description=description, **options)
 
 
 def _make(kind: str, **options: Any) -> Any:
+    # Imported at the call: Lightning may be half imported when names are registered.
     return getattr(import_module("lightning_par.strategies"), kind)(**options)
 
 
@@ -68,6 +70,7 @@ class _RegistryFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _REGISTRY_MODULE:
             return None
+        # The module is found as always; only its loader is wrapped.
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((found for found in specs if found is not None), None)

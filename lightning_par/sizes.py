@@ -76,12 +76,14 @@ class ParallelSizes:
     @property
     def _expert_ranks(self) -> int:
         """Ranks that may divide experts: those that shard, or all replicas if nothing does."""
+        # At ZeRO stage 0 nothing shards, and replicas may divide experts all the same.
         return (self.data_shard if self.data_shard > 1 else self.data_replicate) * self.context
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
         """Sizes in the order of `EXPERT_AXES`."""
         left = self._expert_ranks // self.expert
+        # Ranks left after ``ep``: they hold copies of the same experts, sharded or whole.
         copies, shards = (self.data_replicate, left) if self.data_shard > 1 else (left, 1)
         return (self.pipeline, copies, shards, self.expert, self.tensor)
 
@@ -117,6 +119,7 @@ class ParallelSizes:
             rank: Global rank, 0 .. world_size - 1.
         """
         place = {}
+        # The last axis varies fastest.
         for axis, size in reversed(list(zip(AXES, self.shape, strict=True))):
             rank, place[axis] = divmod(rank, size)
         return {axis: place[axis] for axis in AXES}
@@ -220,6 +223,7 @@ def fit_sizes(
     if num_devices % fixed:
         raise MeshError("LP102", _misfit(given, fixed, num_devices))
     left = num_devices // fixed
+    # In this order: tensor parallelism first, as it has to stay inside a node.
     tp, left = _take(tensor, left, auto, "tensor", devices_per_node)
     pp, left = _take(pipeline, left, auto, "pipeline", left)
     if context == "auto" and auto != "context":
@@ -228,6 +232,7 @@ def fit_sizes(
     dp, left = (left, 1) if data == "auto" else (data, left)
     if left != 1:
         raise MeshError("LP102", _unused(given, tp, pp, cp, dp, num_devices))
+    # Stage 0 shards nothing: all replicas are whole copies.
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
     most = num_devices if tensor_across_nodes else devices_per_node
     problems = _check_fit(tp, most, dp, replicate, zero_stage)
@@ -277,6 +282,7 @@ def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[
     if size != "auto":
         return size, left
     if auto == axis:
+        # The largest size that divides both the devices left and the limit.
         chosen = math.gcd(left, most)
     else:
         chosen = 2 if auto == "balanced" and left % 2 == 0 and most % 2 == 0 else 1
@@ -289,6 +295,7 @@ def _product(given: Mapping[str, Size]) -> str:
 
 def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
     """Say that the product of the given sizes does not divide the number of devices."""
+    # The nearest numbers of devices that would do.
     below = num_devices // fixed * fixed
     counts = f"{below} or {below + fixed}" if below else str(fixed)
     hint = " (on the CPU, devices='auto' means 1)" if num_devices == 1 else ""

@@ -17,6 +17,7 @@ def token_entries(trace: Trace) -> dict[str, int]:
     found = {}
     for operation in trace.operations:
         ids = operation.inputs[0] if operation.inputs else None
+        # Ids that were computed in the step, as positions, are no entry of the batch.
         looked_up = operation.name == "embedding" and ids is not None and ids.kind == "input"
         if looked_up and ids is not None and len(ids.shape) == 2 and ids.name:
             found[ids.name] = ids.shape[1]
@@ -32,9 +33,11 @@ def read_layout(trace: Trace) -> BatchLayout:
     tokens = token_entries(trace)
     dims = dict.fromkeys(tokens, 1)
     losses = [op for op in trace.operations if op.name == "cross_entropy"]
+    # Two losses may weigh their labels differently: then nothing is certain.
     if len(losses) != 1 or len(losses[0].inputs) != 2:
         return BatchLayout(sequence_dims=dims)
     (loss,) = losses
+    # The loss has to be the step's result: a term beside it may have another rule.
     if loss.kwargs.get("reduction", "mean") != "mean" or loss.outputs != trace.result:
         return BatchLayout(sequence_dims=dims)
     labels, shift = _trace_back(trace, loss.inputs[1])
@@ -58,6 +61,7 @@ def _ignored(loss: Operation) -> int:
 def _trace_back(trace: Trace, value: Value) -> tuple[Value | None, int]:
     """Return the batch entry that a target is, and how many of its first tokens are left out."""
     shift = 0
+    # Back to the entry of the batch, through what neither drops nor repeats entries.
     while value.maker is not None:
         operation = trace.operations[value.maker]
         if len(operation.inputs) != 1 or len(operation.outputs) != 1:
@@ -84,6 +88,7 @@ def _left_out(operation: Operation) -> int | None:
     if not isinstance(index, tuple) or len(index) != 2 or len(operation.inputs[0].shape) != 2:
         return None
     rows, columns = index
+    # Rows have to stay: a cut of samples is no shift of labels.
     if not (rows is Ellipsis or rows == slice(None)) or not isinstance(columns, slice):
         return None
     start = columns.start

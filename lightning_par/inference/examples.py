@@ -51,6 +51,7 @@ def runs_of(
     if example is None:
         yield from ((partial(call_model, model), guess) for guess in guess_examples(model))
     elif step is not None:
+        # First without the hooks of a fit, as most steps need none; then with them.
         yield partial(_step, model, name, step), example
         yield partial(_step, model, name, step, hooks=_HOOKS.get(name, ())), example
     else:
@@ -77,11 +78,13 @@ def _step(
         The loss of a training step; of any other, all that it gives, logs and keeps.
     """
     logged: list[Any] = []
+    # In the instance: the trace restores the module's state afterwards.
     model.__dict__["log"] = lambda _, value, *args, **options: logged.append(value)
     model.__dict__["log_dict"] = lambda values, *args, **options: logged.append(values)
     trains = name == "training_step"
     if not trains:
         model.eval()
+    # A hook may need a Trainer that is not there; what it makes before that is kept.
     for hook in hooks:
         with suppress(Exception):
             getattr(model, hook)()
@@ -97,6 +100,7 @@ def _step(
 
 def _number_of_indices(step: Callable[..., Any]) -> int:
     """Return how many indices, of the batch and of its loader, a step takes after the batch."""
+    # By the signature: `training_step(batch)`, `(batch, batch_idx)` or with a loader's index.
     for count in (1, 0):
         try:
             inspect.signature(step).bind(None, *[0] * count)
@@ -115,10 +119,12 @@ def guess_examples(model: nn.Module) -> Iterator[Any]:
     given = getattr(model, "example_input_array", None)
     if given is not None:
         yield given
+    # A model that takes several arguments cannot be guessed.
     if _number_of_required(model) > 1:
         return
     convolution = _first(model, nn.Conv2d)
     if convolution is not None:
+        # What the model says of its images, then sizes that data sets have.
         for size in dict.fromkeys([*_image_sizes(model), *_SIZES]):
             yield (torch.zeros(2, convolution.in_channels, size, size),)
     if _first(model, nn.Embedding) is not None:

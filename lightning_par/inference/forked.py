@@ -47,6 +47,7 @@ def run_forked(function: Callable[[], _T]) -> _T:
         Exception: Whatever the function raises; a RuntimeError with its text if that cannot be
             pickled.
     """
+    # One way: the fork has nothing to ask.
     receiver, sender = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
         # Of Python, in a process with threads. Data loaders fork such processes, too.
@@ -56,9 +57,11 @@ def run_forked(function: Callable[[], _T]) -> _T:
         try:
             _work(function, sender)
         finally:
+            # Without cleanup: `atexit` and finalizers belong to the process that was forked.
             os._exit(0)
     sender.close()
     try:
+        # A deadlock of the user's code in the fork must not stop the run.
         if not receiver.poll(_LIMIT):
             raise ForkError(f"it took more than {_LIMIT:.0f} s")
         succeeded, value = pickle.loads(receiver.recv_bytes())
@@ -66,6 +69,7 @@ def run_forked(function: Callable[[], _T]) -> _T:
         raise ForkError("the process that was forked for it ended early") from None
     finally:
         receiver.close()
+        # Also if it has answered: threads of the user's may go on in it.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if succeeded:
@@ -78,6 +82,7 @@ def _work(function: Callable[[], Any], sender: Connection) -> None:
     try:
         _detach(sender.fileno())
         message = pickle.dumps((True, function()))
+    # Also SystemExit and KeyboardInterrupt, which would end the fork without an answer.
     except BaseException as error:
         message = _pickled(error)
     sender.send_bytes(message)
@@ -86,6 +91,7 @@ def _work(function: Callable[[], Any], sender: Connection) -> None:
 def _pickled(error: BaseException) -> bytes:
     try:
         message = pickle.dumps((False, error))
+        # An exception may be pickled and yet not be made again, as with a constructor of its own.
         pickle.loads(message)
     except Exception:
         return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
@@ -98,6 +104,7 @@ def _detach(kept: int) -> None:
     Args:
         kept: The file descriptor that stays.
     """
+    # Handlers of Lightning and of the launcher would act for the whole run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -106,14 +113,17 @@ def _detach(kept: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):  # noqa: PTH208 (names are numbers)
         number = int(name)
+        # Sockets, pipes and files open for writing: what is written there is seen by others.
         if number not in (kept, null) and _is_shared(number):
             os.dup2(null, number)
     sys.stdout = sys.stderr = open(null, "w", closefd=False)  # noqa: SIM115
     _discard_writes()
+    # Code that asks finds no process group: its threads were not forked.
     dist.group.WORLD = None
     # The threads that OpenMP and autograd had are gone.
     torch.set_num_threads(1)
     try:
+        # CUDA in a fork fails at the first use of autograd's device threads: better to know now.
         torch.ones((), requires_grad=True).mul(1).backward()
     except RuntimeError:
         raise ForkError("after a backward on a GPU, a fork cannot compute gradients") from None

@@ -99,6 +99,8 @@ def infer_here(
     if trace is None:
         return refuse_all(model, reason)
     if blocks:
+        # Containers that are given are taken as they are; only several are no single unit of
+        # styles.
         cut = Cut(containers=tuple(blocks) if len(blocks) == 1 else ())
     else:
         cut = find_cut(model, trace, max(2, pipeline_parallel_size))
@@ -167,11 +169,14 @@ def _find_trace(
     for run, given in runs_of(model, example, step):
         try:
             trace = trace_forward(model, run, given)
+        # A message for the user, as of a plan that does not fit: it says more than a refusal.
         except LightningParError:
             raise
         except Exception as error:  # whatever a stranger's forward raises
             is_step = example is not None and hasattr(model, step)
             if is_step and isinstance(error, _MISTAKES):
+                # A mistake of the step itself would come up in the run as well: it is raised at
+                # the end.
                 mistake = mistake or error
             what = step if is_step else "forward"
             reason = f"its {what} could not be traced ({type(error).__name__}: {error})"
@@ -206,15 +211,18 @@ class _Styles:
         whole = self._read_from_outside()
         groups = Groups() if self.refusal else find_groups(model, trace, ranks, whole)
         self.divided = groups.divided
+        # Later ones win: what reads parameters from outside stays whole.
         self.styles: dict[str, TensorStyle] = {**groups.styles, **self._own_styles}
         if self.refusal:
             return
+        # Blocks under sequence parallelism, or else layers whose outputs are gathered.
         self.cuts_tokens = self._divide_tokens(groups, tokens)
         if not self.cuts_tokens:
             self._gather_outputs(whole)
         self._shard_vocabulary(whole)
         for owners in self.owners.values():
             for owner in owners:
+                # Sequence parallelism wants a style for everything that holds parameters.
                 self.styles.setdefault(owner, "replicated")
 
     def _read_from_outside(self) -> frozenset[str]:
@@ -227,6 +235,7 @@ class _Styles:
         for operation in self.trace.operations:
             active = [self.trace.calls[number].fqn for number in operation.calls]
             for value in operation.inputs:
+                # A module's own forward reads its own parameters.
                 if value.kind != "parameter" or self.owners[value.name] & {*active}:
                     continue
                 reader = active[-1] if active else None
@@ -258,8 +267,10 @@ class _Styles:
         """Prove every block under sequence parallelism; only then activations are cut along T."""
         calls = list(self._block_calls())
         lengths = set(tokens.values())
+        # One length of tokens, and nothing between or beside the blocks that needs them whole.
         if not calls or len(lengths) != 1 or self._own_styles or self.cut.kept:
             return False
+        # The output of one block is the very input of the next.
         if any(two.inputs[:1] != one.outputs[:1] for one, two in pairwise(calls)):
             return False  # code between two blocks, which may want all tokens
         if len({type(call.module) for call in calls}) > 1 or any(
@@ -277,6 +288,7 @@ class _Styles:
             styles = {n[len(dot) :]: s for n, s in groups.styles.items() if n.startswith(dot)}
             divided = {n[len(dot) :]: a for n, a in groups.divided.items() if n.startswith(dot)}
             key = signature(call)
+            # Equal blocks are proven once.
             if key not in proven:
                 proof = prove_styles(call, styles, divided, self.ranks, sequence_parallel=True)
                 proven[key] = None if proof is None or not styles else proof.partial
@@ -288,6 +300,7 @@ class _Styles:
                 if owner in styles:
                     spec = TENSOR_STYLES[styles[owner]]
                     is_summed = spec.partial_gradients != "never" and spec.sharded_dim(own) is None
+                    # What was proven for each rank's part has to be what the style will sum.
                     if is_summed != (name in partial):
                         return False
                     continue
@@ -308,6 +321,7 @@ class _Styles:
         """
         containers = [f"{n}." for n, s in self.styles.items() if s == "gather_sequence"]
         shared = {o for owners in self.owners.values() if len(owners) > 1 for o in owners}
+        # In the blocks and before them; what follows may want shards, as a head its vocabulary.
         end = max((call.number for call in self._block_calls()), default=len(self.trace.calls))
         for name, module in self.model.named_modules():
             calls = self.trace.calls_of(name)
@@ -331,10 +345,12 @@ class _Styles:
             table, ids = call.module, operation.inputs[0]
             if not isinstance(table, nn.Embedding) or call.fqn in whole or ids.kind != "input":
                 continue
+            # Tables with these options change or scale rows by what all ranks look up.
             plain = table.max_norm is None and not table.sparse and not table.scale_grad_by_freq
             single = len(self.trace.calls_of(call.fqn)) == 1 and ids.dtype == torch.long
             heads = self._heads(table.num_embeddings)
             tied = self.owners.get(f"{call.fqn}.weight", frozenset())
+            # A tie counts only if all that hold it are table or head.
             if plain and single and tied and tied <= {call.fqn, *heads} and not tied & whole:
                 self.styles[call.fqn] = "vocab_embedding"
                 for head in heads:
@@ -362,6 +378,7 @@ def _compress(found: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     for fqn in sorted(found, key=lambda name: order[name]):
         if any(match_pattern(pattern, fqn) for pattern in patterns):
             continue
+        # The widest pattern that names nothing else, and nothing that another one names.
         for pattern in _candidates(fqn):
             hits = [
                 name for name in names if (name or not pattern) and match_pattern(pattern, name)

@@ -32,6 +32,7 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
     """
     found: dict[str, ParallelPlan] = {}
     for name, child in module.named_modules():
+        # named_modules gives outer ones first: the outermost offer wins.
         inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
         if not inside and callable(getattr(child, "parallel_plan", None)):
             plan = child.parallel_plan()

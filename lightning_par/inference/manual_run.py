@@ -51,6 +51,7 @@ def run_manually(model: Any, step: Callable[[], Any]) -> list[Any]:
     idle = [_IdleOptimizer(one) for one in _configured(model.configure_optimizers())]
 
     def manual_backward(loss: Any, *_: Any, **__: Any) -> None:
+        # Nothing is differentiated: the trace needs the forward of each loss.
         losses.append(loss)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:

@@ -80,6 +80,7 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
         trace: Of its forward, or of a step that calls it.
         stages: For which the cut is made; containers with fewer blocks come last.
     """
+    # Before anything else: whatever the cut, micro-batches would change their statistics.
     normalized = [n for n, m in model.named_modules() if _keeps_batch_statistics(m)]
     if normalized:
         return Cut(
@@ -98,9 +99,11 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
                 raise _UncuttableError("how many rows its blocks get is chosen by values")
         except _UncuttableError as error:
             size = sum(_size(model.get_submodule(fqn)) for fqn in containers)
+            # Several containers are refused where each alone is, whose reasons say more.
             if len(containers) == 1:
                 refused.append((size, containers[0], str(error)))
             continue
+        # Enough blocks first, then the most even cut, then the most blocks.
         found.append(((len(names) < stages, _load(model, cut, names, stages), -len(names)), cut))
     # Code between an outer list and an inner one would run on stand-ins of its own parts.
     cuts = [cut for _, cut in found]
@@ -130,10 +133,12 @@ def _candidates(model: nn.Module, trace: Trace) -> Iterator[tuple[str, ...]]:
             fqn = f"{parent}.{name}" if parent else name
             listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
             blocks = [*_children(model, fqn)]
+            # A container that computes itself, or holds parameters, is a block and no list.
             if not listed or not blocks or next(child.parameters(recurse=False), None) is not None:
                 continue
             if len(blocks) > 1:
                 yield (fqn,)
+            # Containers whose first blocks are called from one place run one after the other.
             for call in trace.calls_of(f"{fqn}.{blocks[0]}"):
                 together.setdefault(call.outer, []).append((call.number, fqn))
         for ordered in map(sorted, together.values()):
@@ -158,6 +163,7 @@ def _sized_by_values(trace: Trace) -> set[Value]:
     """
     sizes: dict[Value, frozenset[int]] = {}
     for operation in trace.operations:
+        # Of an operation that writes, the result has the size of what it writes to.
         whole = operation.inputs[: 1 if operation.name.startswith(_WRITES) else None]
         chosen = frozenset().union(*(sizes.get(value, ()) for value in whole))
         if _chooses(operation):
@@ -178,12 +184,14 @@ def _chooses(operation: Operation) -> bool:
 def _size(part: nn.Module | Tensor) -> int:
     """Return what a part costs: with a gradient and two moments, if it is trained."""
     parameters = [part] if isinstance(part, Tensor) else part.parameters()
+    # Gradient and two moments of Adam: four times a frozen one.
     return sum(p.numel() * (4 if p.requires_grad else 1) for p in parameters)
 
 
 def _load(model: nn.Module, cut: Cut, names: Sequence[str], stages: int) -> float:
     """Return the size of the fullest stage, if the blocks are divided as a run divides them."""
     parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
+    # As a run would place what is around the blocks.
     units = classify_units(model, _plan_of(cut))
     weights = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names]
     counts = partition_blocks(weights, edge_weights(model, units), min(stages, len(names)))
@@ -208,10 +216,13 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
     units = classify_units(model, _plan_of(Cut(containers=containers)))
     read_by_step = _read_by_step(trace)
     roles: dict[Place, list[str]] = {"first": [], "last": [], "every": []}
+    # A role is declared only where it differs from what `classify_units` would say by itself.
     for unit, default in units.items():
         for name, place in _roles(model, unit, used):
+            # Each stage runs the step, and so the code that reads it.
             if place == "first" and name in read_by_step:
                 place = "every"
+            # Stubs of the last stage's modules raise when they are called before the blocks.
             if place == "last" and _is_called_early(trace, name, calls[0]):
                 place = "every"
             if place is not None and place != default:
@@ -270,8 +281,10 @@ def _block_calls(trace: Trace, names: Sequence[str]) -> list[Call]:
                 f"its block {name} {how} in a step, and a pipeline passes through each block once"
             )
         calls += made
+    # In the order in which the container lists them: a pipeline has no other.
     if [c.number for c in calls] != sorted(c.number for c in calls):
         raise _UncuttableError("its blocks are not called in their order")
+    # Blocks that several modules call cannot be left out of one of them.
     if len({c.outer for c in calls}) > 1:
         raise _UncuttableError("its blocks are not called from one place")
     return calls
@@ -286,6 +299,7 @@ def _roles(
         return
     module = model.get_submodule(unit)
     inside = [f"{unit}.{n}" for n, _ in module.named_parameters(remove_duplicate=False)]
+    # None: nobody reads it, so that it may be anywhere.
     places = {_place(used[n]) for n in inside} - {None}
     if len(places) <= 1:
         yield unit, next(iter(places), None)
@@ -301,6 +315,7 @@ def _place(targets: frozenset[str | int]) -> Place | None:
         return None
     if targets == {"after"}:
         return "last"
+    # {0}: only the first block needs it; others are needed at several places.
     return "first" if targets == {0} else "every"
 
 
@@ -325,6 +340,7 @@ class _Flow:
         self._labels: dict[Value, frozenset[_Label]] = {}
         for index, call in enumerate(calls):
             for place, value in enumerate(call.outputs):
+                # An output that a block only hands on belongs to the one that made it.
                 if self._made_in(value) == index:
                     label = ("hidden" if place == 0 else "side", index)
                     self._labels.setdefault(value, frozenset({label}))
@@ -344,6 +360,7 @@ class _Flow:
         targets: dict[str, set[str | int]] = {}
 
         def need(labels: frozenset[_Label], target: str | int) -> None:
+            # Sets have no order of their own, and refusals have to be alike on all ranks.
             for label, what in sorted(labels, key=repr):  # alike on every rank
                 if label == "parameter":
                     targets.setdefault(str(what), set()).add(target)
@@ -357,6 +374,7 @@ class _Flow:
                 for value in operation.inputs:
                     if self._enters(value, block):
                         need(self._label(value, operation), block)
+            # A number of Python, read from a tensor: each stage would read its own.
             elif index in self.trace.leaks:
                 labels = {kind for v in operation.inputs for kind, _ in self._label(v)}
                 if labels & {"hidden", "side", "inner"} and self._before_the_end(index):
@@ -369,6 +387,7 @@ class _Flow:
                     need(self._label(value), index)
         for value in self.trace.result:
             need(self._label(value), "after")
+        # Otherwise nothing differentiates the last block, nor those before it.
         if not any(("hidden", done - 1) in self._label(v) for v in self.trace.result):
             raise _UncuttableError("the result does not depend on its last block")
         return {name: frozenset(where) for name, where in targets.items()}
@@ -380,6 +399,7 @@ class _Flow:
     def _enters(self, value: Value, block: int) -> bool:
         if value.kind == "parameter":
             inside = self.names[block] + "."
+            # A parameter of the block itself, under any of its names, does not enter.
             return not any(name.startswith(inside) for name in self._aliases[value.name])
         return self._made_in(value) != block
 
@@ -387,6 +407,7 @@ class _Flow:
         name = self.names[source]
         wanted = len(self.calls) if target == "after" else int(target)
         where = "after the blocks" if target == "after" else f"by {self.names[int(target)]}"
+        # Hidden states of an earlier block: they are sent to all later stages.
         if label == "hidden" and source < wanted - 1:
             self.kept.add(source)
         if label == "side" and source >= wanted:
@@ -405,6 +426,7 @@ class _Flow:
         if value.kind == "parameter":
             return self._label_of_parameter(value, reader)
         stack = [value]
+        # A stack of our own: a deep model would exceed Python's recursion.
         while stack:
             top = stack[-1]
             if top in self._labels:
@@ -432,6 +454,7 @@ class _Flow:
             waiting = [v for v in inputs if v not in self._labels]
             if waiting:
                 return waiting
+            # Operations outside of blocks read parameters of modules around them.
             read = (v for v in operation.inputs if v.kind == "parameter")
             labels = [self._label_of_parameter(v, operation) for v in read]
             self._labels[value] = frozenset().union(*labels, *(self._labels[v] for v in inputs))
@@ -442,6 +465,7 @@ class _Flow:
         names = self._aliases[value.name]
         if reader is not None:
             active = {self.trace.calls[number].fqn for number in reader.calls}
+            # By the module that is at work: a tie may belong to a block by its other name.
             names = [n for n in names if n.rpartition(".")[0] in active] or names
         labels: set[_Label] = set()
         for name in names:

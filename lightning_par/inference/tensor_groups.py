@@ -45,6 +45,7 @@ class _Linear:
 
 def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether a module computes what `nn.Linear` does, with a weight of its own."""
+    # A subclass with its own forward may compute anything.
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return plain and module is not None and "weight" in module._parameters
 
@@ -72,12 +73,14 @@ def find_groups(model: nn.Module, trace: Trace, ranks: int, whole: frozenset[str
     found = Groups()
     linears = _linears(model, trace, whole)
     proven: dict[str, tuple[dict[str, TensorStyle], dict[str, tuple[str, ...]]] | None] = {}
+    # In the order of the forward: layers that are taken are in no second group.
     for sources, sink in _pairs(trace, linears):
         taken = [m.fqn for m in (*sources, sink) if m.fqn in found.styles]
         sizes = [*(s.module.out_features for s in sources), sink.module.in_features]
         call = _around(trace, (*sources, sink))
         if taken or call is None or any(size % ranks for size in sizes):
             continue
+        # Names as seen from the module around, so that equal blocks have equal keys.
         names = [_below(m.fqn, call.fqn) for m in (*sources, sink)]
         key = f"{names}{signature(call)}"
         if key not in proven:
@@ -102,6 +105,7 @@ def _linears(model: nn.Module, trace: Trace, whole: frozenset[str]) -> dict[int,
         if operation.name != "linear" or not operation.calls:
             continue
         call = trace.calls[operation.calls[-1]]
+        # Called twice, a layer would need two places in its group.
         if times[call.fqn] == 1 and is_linear(call.module) and call.fqn not in shared | whole:
             found[index] = _Linear(
                 fqn=call.fqn,
@@ -118,6 +122,7 @@ def _pairs(
     """Give every sink with its sources."""
     consumers, result = trace.consumers(), frozenset(trace.result)
     reached: dict[int, int | None] = {}
+    # A sink with all layers that flow into it, if they flow nowhere else.
     for index, sink in linears.items():
         sources = _sources(trace, linears, sink)
         if not sources:
@@ -125,6 +130,7 @@ def _pairs(
         for source in sources:
             if source not in reached:
                 reached[source] = _only_sink(trace, linears, linears[source], consumers, result)
+        # Otherwise a shard would reach code that wants the whole.
         if all(reached[source] == index for source in sources):
             yield tuple(linears[s] for s in sorted(sources)), sink
 
@@ -160,9 +166,11 @@ def _only_sink(
         if value in seen:
             continue
         seen.add(value)
+        # The result of the model has to be whole.
         if value in result:
             return None
         for index in consumers.get(value, ()):
+            # The input of another layer, and not its weight, as of a hypernetwork.
             if index in linears and linears[index].operation.inputs[0] is value:
                 if sink not in (None, index):
                     return None
@@ -176,6 +184,7 @@ def _around(trace: Trace, layers: Sequence[_Linear]) -> Call | None:
     """Return the innermost call of a module that all layers are called in."""
     stacks = [layer.operation.calls[:-1] for layer in layers]
     common = None
+    # Stacks of calls, the outermost first.
     for numbers in zip(*stacks, strict=False):
         if len(set(numbers)) > 1:
             break
@@ -214,7 +223,10 @@ def _prove(
     shared: dict[str, TensorStyle] = {"": "gather_sequence", **dict.fromkeys(sources, "colwise")}
     alone: dict[str, TensorStyle] = dict.fromkeys(sources, "colwise_alone")
     features = {last.module.in_features, *(s.module.out_features for s in layers)}
+    # Within a container the input is gathered once for all sources; the model itself has none.
     for entry in (shared, alone) if call.outer else (alone,):
+        # From the fewest attributes to the most: the first division that computes the same is
+        # taken.
         for divided in _divisions(call.module, sink, features, ranks):
             styles = {**entry, **inside}
             proof = prove_styles(call, styles, divided, ranks)
@@ -232,6 +244,7 @@ def _styles_between(
     found: dict[str, TensorStyle] = {}
     for name in proof.partial:
         owner = name.rpartition(".")[0]
+        # A module is of one style: all of its parameters have partial gradients, or none.
         own = {f"{owner}.{n}" if owner else n for n, _ in _own(module.get_submodule(owner))}
         if owner in styles or not own <= proof.partial:
             return None
@@ -253,6 +266,7 @@ def _divisions(
     for holder in ["", *(sink[:i] for i in range(len(sink)) if sink[i] == ".")]:
         part = module.get_submodule(holder)
         for name, value in vars(part).items():
+            # `type`, as a bool is an int.
             if type(value) is not int or value < ranks or value % ranks:
                 continue
             if _HEADS.search(name) and not _NO_COUNT.search(name):

@@ -64,12 +64,15 @@ def prove_styles(
     Returns:
         None if anything differs, or cannot be run.
     """
+    # Twice in float64: the whole, and all ranks together.
     if sum(p.numel() for p in call.module.parameters()) > _MOST_PARAMETERS:
         return None
+    # A mask may mean "visible" or "hidden": with the wrong one attention sees nothing.
     for flag in (True, False):  # of all boolean masks: where one says that nothing is seen
         try:
             with fork_torch_rng(torch.device("cpu")), torch.enable_grad():
                 torch.manual_seed(0)
+                # The same seed for both flags, so that runs are compared with themselves.
                 bench = _Bench(call, styles, divided, ranks, sequence_parallel, flag)
                 if bench.wanted_is_finite:
                     return bench.compare()
@@ -106,10 +109,12 @@ class _Bench:
             try:
                 self._divide(parts[rank], rank)
                 found[rank] = self._run(parts[rank], rank, self.ranks)
+            # Others wait at the barrier for this rank.
             except BaseException:
                 self.meeting.barrier.abort()
 
         # Autograd's mode is one of a thread.
+        # Daemons, as one that hangs must not keep the process.
         threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(self.ranks)]
         for thread in threads:
             thread.start()
@@ -123,6 +128,7 @@ class _Bench:
         module.zero_grad(set_to_none=True)
         outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.is_floating_point()]
         if not self.cotangents:  # the whole run is the first one
+            # Random weights of the outputs: a sum alone would hide errors that cancel out.
             self.cotangents = [torch.randn_like(t) for t in outputs]
         cotangents = [self._cut(c, rank, ranks) for c in self.cotangents]
         pairs = zip(outputs, cotangents, strict=True)
@@ -147,6 +153,7 @@ class _Bench:
                 )
             # Not the leaf itself, which code may change in place.
             made = leaves[id(tensor)]
+            # Tensors that need no gradient cannot fail by being changed.
             return made * 1.0 if made.requires_grad else made
 
         args, kwargs = tree_map(fresh, (self.args, self.kwargs))
@@ -157,6 +164,7 @@ class _Bench:
             return tensor
         if tensor.ndim != 3 or tensor.shape[SEQUENCE_DIM] % ranks:
             raise ValueError("no tokens that can be divided")
+        # Equal parts: the proof is of a degree that divides.
         return tensor.chunk(ranks, SEQUENCE_DIM)[rank]
 
     def _divide(self, module: nn.Module, rank: int) -> None:
@@ -182,6 +190,8 @@ class _Bench:
         for place, grad in enumerate(wanted.inputs):
             given = [r.inputs[place] for r in results]
             joined = join if place == 0 else _total if self.sequence_parallel else None
+            # Other inputs than the first are whole on every rank, and have parts of their
+            # gradients.
             if not _same(grad, given, joined):
                 return None
         summed = set()
@@ -193,6 +203,7 @@ class _Bench:
             if dim is not None:
                 if not _same(grad, given, partial(torch.cat, dim=dim)):
                     return None
+            # Equal on every rank, or parts that sum up: which of them decides the style.
             elif not _same(grad, given, None):
                 if not _same(grad, given, _total):
                     return None
@@ -221,6 +232,7 @@ def _same(
         return all(tensor is None for tensor in found)
     there = [tensor for tensor in found if tensor is not None]
     if join is _total:
+        # A rank without a gradient adds nothing to a sum.
         there = there or [torch.zeros_like(wanted)]
     elif len(there) < len(found):
         return False
@@ -228,6 +240,7 @@ def _same(
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0
     return all(
         t.shape == wanted.shape
+        # Relative to the largest entry, as small ones carry its rounding.
         and torch.allclose(t, wanted, rtol=_TOLERANCE, atol=_TOLERANCE * max(scale, 1e-3))
         for t in tensors
     )
@@ -238,11 +251,13 @@ def _real_copy(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         made = torch.randn(parameter.shape, dtype=torch.float64)
+        # 1 / sqrt(inputs): activations keep their size, so that no softmax saturates.
         spread = max(1, parameter.shape[-1]) ** -0.5 if parameter.ndim > 1 else 1.0
         memo[id(parameter)] = like_parameter(parameter, made * spread).requires_grad_()
     for buffer in module.buffers():
         if buffer.device.type == "meta":
             memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype)
+    # In evaluation mode: dropout would draw for each rank.
     return copy.deepcopy(module, memo).cpu().double().eval()
 
 
@@ -260,6 +275,7 @@ def _real_arguments(call: Call, flag: bool) -> tuple[Any, Any]:
             elif value.dtype == torch.bool:
                 made[id(value)] = torch.full(shape, flag)
             else:
+                # Indices within the smallest table that there may be.
                 size = max(shape, default=1)
                 count = torch.arange(value.numel()).reshape(shape) % max(size, 1)
                 made[id(value)] = count.to(value.dtype)
@@ -282,6 +298,7 @@ class _Meeting:
         self._table[rank] = tensor.detach()
         self.barrier.wait()
         taken = list(self._table)
+        # Twice: nobody writes the next round before all have read this one.
         self.barrier.wait()
         return taken
 

@@ -27,6 +27,7 @@ def match_pattern(pattern: str, fqn: str) -> bool:
         fqn: A fully qualified name.
     """
     wanted, given = pattern.split("."), fqn.split(".")
+    # A wildcard stands for one component: `fnmatch` alone would let it match dots.
     return len(wanted) == len(given) and all(map(fnmatchcase, given, wanted))
 
 
@@ -75,6 +76,7 @@ def _as_code(value: Any, indent: str) -> str:
         opening, closing = "{", "}"
     elif isinstance(value, ParallelPlan | BatchLayout):
         given = {f.name: getattr(value, f.name) for f in fields(value)}
+        # Defaults are left out, so that what is printed is what was said.
         changed = {n: v for n, v in given.items() if v != getattr(type(value)(), n)}
         lines = [f"{n}={_as_code(v, inner)}" for n, v in changed.items()]
         opening, closing = f"{type(value).__name__}(", ")"
@@ -129,6 +131,7 @@ class BatchLayout:
     local_statistics: bool = False
 
     def __post_init__(self) -> None:
+        # Frozen dataclasses set their own fields so.
         for name in ("optional", "whole"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("sequence_dims", "batch_dims"):
@@ -231,6 +234,7 @@ class ParallelPlan:
         raise_problems(PlanError, "LP202", problems)
         divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
         tied = tuple(_names(f"tied[{i}]", group) for i, group in enumerate(self.tied))
+        # Hashable, as plans are keys of caches.
         values: dict[str, Any] = {"tensor": _Frozen(self.tensor), "divided": _Frozen(divided)}
         values |= {"tied": tied, "captured": _Frozen(self.captured)}
         values["counts"] = _Frozen({k: _Frozen(v) for k, v in self.counts.items()})
@@ -291,6 +295,7 @@ class ParallelPlan:
         weight = self.batch.loss_weight
         if callable(weight):
             shallow["batch"]["loss_weight"] = f"{weight.__module__}:{weight.__qualname__}"
+        # By JSON, so that tuples and frozen dicts become lists and dicts at every depth.
         plain: dict[str, Any] = json.loads(json.dumps(shallow, default=dict))
         return plain
 
@@ -321,6 +326,7 @@ class ParallelPlan:
             _refuse_unknown(BatchLayout, batch)
             weight = batch.get("loss_weight")
             if isinstance(weight, str) and ":" in weight:
+                # "module:function", as `to_dict` wrote it.
                 batch = {**batch, "loss_weight": pkgutil.resolve_name(weight)}
             batch = BatchLayout(**batch)
         return cls(**{**values, "batch": batch})

@@ -61,6 +61,7 @@ class ResolvedPlan:
     @cached_property
     def kept(self) -> frozenset[int]:
         """Numbers of the blocks whose output later code reads, besides the next block."""
+        # The last number of each container, as later entries overwrite earlier ones.
         ends = {f.rpartition(".")[0]: number for number, f in enumerate(self.block_names)}
         named = (self.block_names.index(f) for f in self.plan.kept)
         return frozenset((*ends.values(), *named)) - {len(self.block_names) - 1}
@@ -87,6 +88,7 @@ class ResolvedPlan:
             if fqn == unit or fqn.startswith(unit + "."):
                 last = len(bounds) - 1
                 return frozenset({"first": {0}, "last": {last}}.get(place, range(last + 1)))
+        # What is in no unit has no parameters of its own, and is everywhere.
         return frozenset(range(len(bounds)))
 
 
@@ -113,6 +115,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         ]
     problems += role_problems(plan, blocks)
     styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
+    # named_modules gives a shared module once, under its first name.
     named = {id(module): name for name, module in modules.items()}
     for alias, module in model.named_modules(remove_duplicate=False):
         if named[id(module)] in styles:  # a stage may know a shared module by any of its names
@@ -177,6 +180,7 @@ def check_plan(
         PlanError: With every problem in one message.
     """
     resolved = resolve_plan(model, plan)
+    # All problems of both kinds in one message: the user mends them together.
     if sizes is not None:
         stages = sizes.pipeline * (stages_per_rank if sizes.pipeline > 1 else 1)
         of_stages = _check_pipeline(model, resolved, stages, sizes.pipeline, stage_blocks)
@@ -199,6 +203,7 @@ def balance_blocks(
         num_stages: 1 .. number of blocks; 1 if there are none.
         stage_blocks: Number of blocks of every stage, by hand.
     """
+    # Exact: a greedy cut may leave the last stage too large.
     if stage_blocks is None:
         stage_blocks = partition_blocks(resolved.block_weights, resolved.edge_weights, num_stages)
     ends = list(accumulate(stage_blocks))
@@ -229,6 +234,7 @@ def _match_patterns(
     found: dict[str, _T] = {}
     source: dict[str, str] = {}
     for pattern, value in patterns.items():
+        # The empty name is the model, which only the empty pattern means.
         hits = [n for n in names if (n or not pattern) and match_pattern(pattern, n)]
         if not hits:
             problems.append(f"{kind}: {pattern!r} matches no module{_nearest(pattern, names)}")
@@ -260,6 +266,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     """Return FQN of every parameter -> the first FQN under which the same parameter appears."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
+    # By identity: a tie has the name under which its parameter comes first.
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
@@ -335,6 +342,7 @@ def _check_tensor(
     for fqn, style in resolved.styles.items():
         counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
     problems += _colwise_alone(resolved)
+    # Degrees that divide all sizes at once.
     fit = _fitting_degrees([size for *_, size in counts])
     misfits = [(f, t) for f, t, size in counts if size % degree]
     asked = f"tensor_parallel_size={degree}"
@@ -343,6 +351,8 @@ def _check_tensor(
         for p in _alike(misfits)
     ]
     if sequence_parallel and resolved.plan.sequence_region != "none":
+        # Under sequence parallelism a module without a style computes on T/tp tokens, and nobody
+        # sums the gradients of its parameters.
         owners = dict.fromkeys(n.rpartition(".")[0] for n, _ in model.named_parameters())
         itself = f"{type(model).__name__} itself"
         bare = [(owner or itself, "") for owner in owners if owner not in resolved.styles]
@@ -380,6 +390,7 @@ def _sharded_sizes(
     dim, ndim = spec.weight_dim, spec.weight_ndim
     # Not getattr: a parametrization would compute the weight, and spectral norms count how often.
     weight = module._parameters.get("weight")
+    # Three weights side by side: each of them has to divide.
     if style == "fused_qkv_transposed" and isinstance(weight, nn.Parameter):
         third, rest = divmod(weight.shape[-1], 3)
         words = f" has {weight.shape[-1]} columns, {third} each of query, key and value"
@@ -393,6 +404,7 @@ def _sharded_sizes(
             "'gather_sequence' for a container."
         )
         return []
+    # Vocabulary layers may hold unequal parts, but every rank needs a row.
     if spec.uneven:
         rows = weight.shape[0]
         if rows < degree:

@@ -59,6 +59,7 @@ def _place_around(
     """Place what a module on the way to the containers holds; take those passed out of `ahead`."""
 
     def place() -> Place:
+        # None of the containers was passed yet; then some; then all.
         if len(ahead) == len(plan.containers):
             return "first"
         return "every" if ahead else "last"
@@ -69,6 +70,7 @@ def _place_around(
         fqn = prefix + name
         if fqn in ahead:
             ahead.discard(fqn)
+        # On the way to a container: what stands in it, before or after, is placed by itself.
         elif any(container.startswith(fqn + ".") for container in ahead):
             _place_around(child, fqn + ".", ahead, plan, units)
         else:
@@ -100,6 +102,7 @@ def _place(
     declared = _declared(plan, fqn)
     names = (name for role in _ROLES for name in getattr(plan, role))
     if declared is not None or not any(name.startswith(fqn + ".") for name in names):
+        # Without parameters it costs nothing, and may be needed anywhere.
         free = next(module.parameters(), None) is None
         units[fqn] = declared or ("every" if free else place)
         return

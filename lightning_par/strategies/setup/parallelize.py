@@ -85,6 +85,7 @@ def parallelize(  # house: the order, in one place
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
+    # Notes the plain module, which the user gets back after the run, before anything is changed.
     forms = ModuleForms(module)
     if record is not None and mesh.sizes.world_size > 1 and not module.trainer.ckpt_path:
         rank_zero_info(
@@ -92,22 +93,29 @@ def parallelize(  # house: the order, in one place
             "same on every mesh, while a plain Trainer draws them in order, and gets others. "
             "For its weights make the model in __init__, or load a checkpoint."
         )
+    # The proof runs the plain module: it is copied while there is one.
     skeleton = take_skeleton(module, options.verify, mesh.sizes.world_size, mesh.rank)
     if resolved.plan.sequence_region == "none":
         options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
+    # Before stages are cut: every rank still has the same tensors in the same order.
     _broadcast_values(module, mesh, device)
+    # Likewise: stubs know nothing of the parameters that they stand for.
     states, known = StateMap.of_whole(module, mesh), describe_tensors(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
+    # A compiled forward passes over the hooks by which `local_parameter` copies first gradients.
     if options.compile_blocks is not False:
         copy_first_gradients(module)
     world = processes.world
+    # A collective: every rank makes the groups of all links, also of those that it has no part
+    # in.
     links = _connect(mesh, parts.rank_of_stage, device, world.channel)
     hooks = None if sharding.is_plain else sharding
     executor = world.executor(
         parts.stages, links, hooks, parts.weight_gradients, processes.activity
     )
+    # After `_materialize`: it names parameters by identity, and FSDP has made them.
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,
@@ -130,9 +138,11 @@ def parallelize(  # house: the order, in one place
     evaluations = EvaluationProof(skeleton, options, device, proof.outcomes)
     is_proved = why_not == ""
     start = RunStart(steps, processes.decisions, proof, evaluations, is_proved=is_proved)
+    # After the runner, which the forwards around the blocks ask whether a step is running.
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding, options)
     gradients.form = steps.form
+    # Last: what the module has now is its parallel form, to which a later run returns.
     forms.become_parallel()
     if isinstance(skeleton, Skeleton):
         skeleton.note(module)
@@ -194,8 +204,11 @@ def _apply(
     """Split the model into stages and change its modules; parameters are still whole, or on
     meta.
     """
+    # First: everything below leaves out what is a stub, as it has no parameters and no forward.
     stages, bounds, rank_of_stage = _split_stages(module, resolved, mesh, options)
     apply_replica_sums(module, resolved, mesh.token_group)
+    # Experts before tensor styles: what wraps a forward later is outside, see Note [Order of
+    # wrappers], and a style gives the experts its tokens.
     experts = apply_expert_parallel(module, resolved, mesh, options.expert_max_rows)
     tensor = _apply_tensor(module, resolved, mesh, sequence_parallel=options.sequence_parallel)
     for stage in stages:
@@ -207,6 +220,7 @@ def _apply(
         rank_of_stage=rank_of_stage,
         experts=experts,
         tensor=tensor,
+        # Last: recomputation and compilation have to enclose all that changes a block's forward.
         weight_gradients=prepare_blocks(module, resolved, bounds, rank_of_stage, mesh, options),
         sequence=sequence,
     )
@@ -267,6 +281,7 @@ def _gradient_path(
         sharding.copies,
     )
     compression = _compress(module, resolved, mesh, device, options)
+    # Compressed gradients are plain tensors, whose placements do not tell who counts them.
     elsewhere |= _of_other_replicas(module, mesh, compression)
     return GradientPath(
         module=module,
@@ -328,6 +343,7 @@ def _parameter_policy(options: MeshOptions, device: torch.device) -> OffloadPoli
 def _broadcast_values(module: nn.Module, mesh: ParallelMesh, device: torch.device) -> None:
     """Broadcast the values of rank 0, where parameters are not on meta."""
     if mesh.sizes.world_size > 1:
+        # By identity, so that a tied tensor is sent once.
         values = {id(t): t for t in (*module.parameters(), *module.buffers())}
         broadcast_values(values.values(), device)
 
@@ -368,6 +384,7 @@ def _apply_context(
 
 
 def _agree_on_seed(device: torch.device) -> int:
+    # Rank 0's: the processes of a run may have been seeded unequally, or not at all.
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
     dist.broadcast(seed, 0)
     return int(seed)
@@ -381,6 +398,7 @@ def _connect(
     for earlier, later in pairwise(rank_of_stage):
         ways = (("activations", earlier, later), ("gradients", later, earlier))
         for name in (group_name(*way) for way in ways if earlier != later):
+            # Several pairs of stages share a group, where ranks hold several stages.
             if name not in mesh.links:
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
