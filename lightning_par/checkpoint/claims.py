@@ -27,10 +27,16 @@ class FolderClaims:
         Args:
             folder: An existing folder.
         """
+        # Not the path: two links to one folder are one folder, and two runs may name it
+        # differently.
         found = folder.stat()
         key = (found.st_dev, found.st_ino)
+        # Once per run, however often it saves: `release` gives back one claim per folder.
         if key in self._mine:
             return True
+        # One descriptor per folder in a process. `flock` belongs to an open file, so that a
+        # second descriptor of this process would be refused like another run's, e.g. for two
+        # Trainers in one script.
         if key not in _held:
             try:
                 descriptor = os.open(folder, os.O_RDONLY)
@@ -52,6 +58,7 @@ class FolderClaims:
     def release(self) -> None:
         """Give all folders back."""
         for key in self._mine:
+            # The lock goes with the last run of this process that saves there; closing drops it.
             held = _held[key]
             held[1] -= 1
             if not held[1]:

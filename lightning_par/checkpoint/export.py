@@ -41,6 +41,7 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     weights = reader.weights()
     prefix = f"{below}." if below else ""
     # Entries that are no tensors (extra state of modules) have no place in safetensors.
+    # `find` and not `weights[name]`, which would read every tensor to see what it is.
     stored: dict[str, StoredTensor] = {
         name.removeprefix(prefix): found
         for name, found in ((n, weights.find(n)) for n in weights)
@@ -51,6 +52,7 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
         raise CheckpointError(
             "LP509", f"there is no weight below {below!r}; there are {', '.join(tops)}."
         )
+    # For the bar: of tied weights each name counts, as each is written.
     moves = sum(tensor.nbytes for tensor in stored.values())
     with (
         replacing(path) as partial,
@@ -79,19 +81,28 @@ def export_checkpoint(
     verify_files(reader, ["weights", "state", *(["optimizer"] if optimizer else [])])
     # The state of rank 0 is that of the Trainer; the files of other ranks only hold their own part.
     state = reader.state(0, unpickle=unpickle)
+    # Lightning's own strategies would not know what to do with these two.
     state.pop(OWN_STATE, None)
     state.pop("left_out", None)
     weights = reader.weights(unpickle=unpickle)
     optimizers = reader.optimizers(unpickle=unpickle) if optimizer else []
     entries = [
-        entry for o in optimizers for states in o.states.values() for entry in states.values()
+        # Through `states`, which gives unread tensors; `o["state"]` would read them while
+        # counting.
+        entry
+        for o in optimizers
+        for states in o.states.values()
+        for entry in states.values()
     ]
     entries += [weights.find(name) for name in weights]
     stored = [entry for entry in entries if isinstance(entry, StoredTensor)]
     with counted("read", f"reading {reader.path.name}", sum(entry.nbytes for entry in stored)):
+        # Here all of it is read: `torch.save` pickles a dict, and wants every tensor in memory.
         state["state_dict"] = dict(weights)
         if optimizers:
             state["optimizer_states"] = [
+                # A plain dict: a `.ckpt` that named classes of ours could not be loaded without
+                # this package.
                 {**o, "state": {i: dict(entries) for i, entries in o["state"].items()}}
                 for o in optimizers
             ]

@@ -34,6 +34,7 @@ def holds_one_file(folder: Path, num_nodes: int) -> bool:
     kind = _type_of(folder)
     if kind.startswith("fuse.") and any(name in kind for name in _WHOLE_WRITERS):
         return False
+    # Linux puts the backend behind "fuse.": `fuse.ceph` is CephFS, which keeps bytes apart.
     return num_nodes == 1 or kind.removeprefix("fuse.").startswith(_SHARED_WRITERS)
 
 
@@ -43,6 +44,8 @@ def _type_of(folder: Path) -> str:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return ""
+    # The mount point that is deepest on the path is the one that holds it. `resolve`, since a
+    # link may lead to another file system.
     path, found, longest = folder.resolve(), "", -1
     for line in lines:
         # See proc(5): ID, parent, device, root, mount point, options ... - type source options.

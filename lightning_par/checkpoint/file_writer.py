@@ -37,54 +37,74 @@ class FileSave(Save):
 
     def _lay_out(self, outlines: Sequence[Report]) -> dict[str, int]:
         index, world = self._index, self.part.world
+        # Every tensor of every rank, at its global shape: the archive is that of one process.
         entries = {
             f"{kind}/{n}": e for kind, found in index.kinds.items() for n, e in found.items()
         }
+        # A storage of its own for each, in no memory, so that its record can be told from the
+        # others.
         blanks = make_blanks({name: (e.dtype, e.shape) for name, e in entries.items()})
         plains = [o.plain for o in outlines if o.plain is not None]
+        # After this the file has its full length (with holes), and every rank writes into it at
+        # once.
         records = write_skeleton(self._partial, self._whole(plains, blanks))
         names = {storage_key(blank.untyped_storage()): name for name, blank in blanks.items()}
         starts, record_of = {}, {}
         for record, (storage, place) in records.items():
             name = names.get(storage_key(storage))
             if name is None:
+                # Not one of the blanks: a tensor inside the state of a callback, which only rank
+                # 0 dumped. Seen as bytes, so that a view of it does not leave the rest of its
+                # storage unwritten.
                 bytes_of = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 self._loose[record] = bytes_of.set_(storage)
             else:
                 starts[name], record_of[name] = place, record
+        # Only now is it known which record of the archive holds which tensor.
         index.weights = _in_records(index.weights, "weights", record_of)
         index.optimizer = _in_records(index.optimizer, "optimizer", record_of)
         ours: dict[str, bytes | int] = {}
         for rank, plain in enumerate(plains):
             ours[file_name("state", rank, world, "json")] = plain.state
+            # The rank's tensors are on the rank still: their record is zeros until it writes
+            # them.
             if plain.room:
                 ours[file_name("state", rank, world)] = plain.room
         appended = append_records(self._partial, ours)
         self._places = {name: place for name, (place, _) in appended.items()}
         self._places |= {record: place for record, (_, place) in records.items()}
+        # Of what is already final: torch's own records and the states. Ranks report the rest.
         self._files = {
             name: _record_at(self._partial, place, length)
             for name, (place, length) in appended.items()
             if not isinstance(ours.get(name), int)  # which a rank has still to write
         }
+        # What the ranks are told; rank 0 broadcasts it, and no rank opens the archive to look.
         return {**starts, **self._places}
 
     def _whole(self, plains: Sequence[Plain], blanks: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the checkpoint that Lightning would have made on one device, its tensors blank."""
         index, metadata = self._index, self._metadata
+        # Ranks of other stages know values that this one has not; of equal keys any is right.
         values = {key: value for plain in plains for key, value in plain.values.items()}
         whole = dict(self.part.dumped)
+        # By name and not by rank: the same order as Lightning's, whatever the mesh, so that the
+        # file equals one that a single device would have written.
         weights = {name: blanks[f"weights/{name}"] for name in index.weights}
         # Another tensor with the same storage, as tied weights have in a state dict.
         weights |= {name: weights[of].detach() for name, of in index.aliases.items()}
         weights |= _below("weights/", values)
+        # The order of the model's `state_dict`: `load_state_dict` does not need it, but a file
+        # that is compared or read by people does. What is not in it comes last.
         rank_of = {name: rank for rank, name in enumerate(metadata.state_order)}
         order = sorted(weights, key=lambda name: rank_of.get(name, len(rank_of)))
         whole["state_dict"] = OrderedDict((name, weights[name]) for name in order)
         if "optimizer_states" in whole:
+            # Only of ranks that have optimizers: `merge_groups` wants the same number of each.
             all_groups = merge_groups([p.groups for p in plains if p.groups], metadata.place)
             found = {**_below("optimizer/", blanks), **_below("optimizer/", values)}
             names = dict.fromkeys(name for plain in plains for name in plain.state_names)
+            # In the order in which the optimizer makes its states (`step` before `exp_avg`).
             place = {name: i for i, name in enumerate(names)}
             order = sorted(found, key=lambda key: place.get(key.rpartition("/")[2], len(place)))
             entries = {key: found[key] for key in order}
@@ -100,6 +120,8 @@ class FileSave(Save):
         self._loose = {name: v.to("cpu", copy=True) for name, v in self._loose.items()}
 
     def _write(self, starts: Mapping[str, int]) -> dict[str, FileRecord]:
+        # Checked first: with O_CREAT a node without the shared folder would make a file of its
+        # own.
         if not self._partial.exists():
             raise CheckpointError(
                 "LP508",
@@ -107,10 +129,14 @@ class FileSave(Save):
                 "the folder",
             )
         part, files = self.part, {}
+        # Without truncation, and by `pwrite`: all ranks have the file open, each at its own
+        # places.
         with ChecksumFile(self._partial, parts=True) as file:
             for kind, pieces in part.pieces.items():
                 for piece in pieces:
                     _write_box(file, starts[f"{kind}/{piece.box.name}"], piece)
+                    # The checksum is that of the box as this rank wrote it, which a reader
+                    # computes in this order.
                     files[f"{kind}/{piece.key}"] = file.record
             for record, values in self._loose.items():
                 file.start_part(starts[record])
@@ -121,6 +147,8 @@ class FileSave(Save):
                 file.start_part(starts[name])
                 write_tensors(file, part.tensors)
                 files[name] = file.record
+        # Before the report: rank 0 publishes when all reports are there, and then it must be on
+        # disk.
         sync_files([self._partial])
         return files
 
@@ -128,6 +156,7 @@ class FileSave(Save):
         manifest = self._metadata.manifest
         manifest.places = self._places
         content = manifest.encode(index=self._index.to_json())
+        # Last of all: an archive without it is not yet a checkpoint, whatever else it holds.
         append_records(self._partial, {MANIFEST: content})
 
 
@@ -150,6 +179,7 @@ def _in_records(
 
 def _record_at(path: Path, place: int, length: int) -> FileRecord:
     with path.open("rb") as file:
+        # Read back: zipfile wrote it, and tells no checksum of what torch wrote.
         file.seek(place)
         return FileRecord(length, f"{zlib.crc32(file.read(length)):08x}")
 
@@ -157,6 +187,7 @@ def _record_at(path: Path, place: int, length: int) -> FileRecord:
 def _write_box(file: ChecksumFile, start: int, piece: Piece) -> None:
     """Write a box of a tensor whose first byte is at `start`."""
     places, run = unbroken_runs(piece.box, piece.global_shape)
+    # One part per box, so that its checksum does not depend on where in the file it lies.
     file.start_part(start)
     size = piece.values.element_size()
     file.write_values(piece.values, (start + place * size for place in places), run)

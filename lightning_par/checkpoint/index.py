@@ -69,6 +69,7 @@ def well_formed(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
+        # Says already what is wrong; only what Python or torch say needs the name of the file.
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         cause = f"{type(error).__name__}: {error}"
@@ -76,6 +77,7 @@ def well_formed(what: str) -> Iterator[None]:
         cause = str(error).partition("\n")[0]
     else:
         return
+    # Outside of the handlers, so that the traceback does not show an error of our parsing.
     raise CheckpointError("LP502", f"{what} is malformed ({cause}). Use another checkpoint.")
 
 
@@ -167,6 +169,7 @@ class Index:
             groups=[[dict(group) for group in groups] for groups in value["groups"]],
             values=dict(value["values"]),
         )
+        # Before anything is loaded: a load that finds a hole would leave tensors half written.
         index.check_complete()
         unknown = [name for name, of in index.aliases.items() if of not in index.weights]
         if unknown:
@@ -223,6 +226,8 @@ def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
         chunks = []
         for c in entry["chunks"]:
             chunk = Chunk(str(c["file"]), str(c["key"]), _sizes(c["offset"]), _sizes(c["shape"]))
+            # Not only complete but inside: `narrow` with numbers from a file must not reach
+            # beyond.
             boxes = zip(chunk.offset, chunk.shape, shape, strict=True)
             if any(low + size > whole for low, size, whole in boxes):
                 raise CheckpointError(
@@ -235,6 +240,7 @@ def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
     sizes = tuple(value)
+    # Not isinstance: `true` of JSON is an int in Python, and a size of 1 nobody meant.
     if any(type(size) is not int or size < 0 for size in sizes):
         raise CheckpointError("LP502", f"the index gives {sizes} for sizes.")
     return sizes
@@ -270,6 +276,7 @@ class Manifest:
             more: Further entries, of JSON types.
         """
         value = {"kind": _KIND, "format": FORMAT, **asdict(self), **more}
+        # A folder has none; without the key it is what older code of this format reads.
         if not self.places:
             del value["places"]
         # Python's fast encoder does not indent; a folder's manifest is short, and read by people.
@@ -299,6 +306,7 @@ class Manifest:
             )
         with well_formed(where):
             value = json.loads(data)["manifest"]
+            # Before the rest is read: a newer format may have other types in the same places.
             if value.pop("kind") != _KIND or int(value.pop("format")) > FORMAT:
                 raise CheckpointError(
                     "LP503",
@@ -362,6 +370,7 @@ def merge_entries(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
     merged: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.items():
+            # Dtype and shape are global and so alike on all ranks; boxes are each rank's own.
             old = merged.get(name)
             chunks = entry.chunks if old is None else old.chunks + entry.chunks
             merged[name] = TensorEntry(entry.dtype, entry.shape, chunks)

@@ -82,6 +82,7 @@ class Encoder:
         if kind is float:
             # JSON has no NaN or infinity, though Python's writer would emit them.
             return value if math.isfinite(value) else {"$": "float", "value": str(value)}
+        # A list is the one container that JSON gives back as what it was.
         if kind is list:
             return [self.encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
         # A dict with other keys, or with our own "$", is stored as a list of pairs.
@@ -92,6 +93,7 @@ class Encoder:
                 [self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()
             ]
             return {"$": _MAPPINGS[kind], "items": pairs}
+        # A named tuple is no `tuple` here, and goes the way of the pickle: its class is code.
         if kind in _SEQUENCES:
             return {"$": _SEQUENCES[kind], "items": [self.encode(v, where) for v in value]}
         if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -111,6 +113,8 @@ class Encoder:
             if value.dtype.hasobject or value.dtype.kind not in "biufc":
                 return self._pickle(value, where)
             kind = "ndarray" if isinstance(value, np.ndarray) else "number"
+            # A copy with dims made of a scalar, and of an array that may be read-only or not
+            # contiguous.
             value = torch.from_numpy(np.array(value))
         if value.dtype not in DTYPES.values():
             raise CheckpointError(
@@ -118,6 +122,8 @@ class Encoder:
                 f"{where} is a tensor of {value.dtype}, which safetensors cannot hold. Use one of "
                 f"{either(sorted(str(d) for d in DTYPES.values()))}.",
             )
+        # Numbers: a path of keys could hold what a safetensors key may not, and two could be
+        # equal.
         key = f"{len(self.tensors)}"
         # A clone, since training goes on while a background save writes it.
         self.tensors[key] = value.detach().cpu().clone()
@@ -135,6 +141,8 @@ class Encoder:
         return self._pickle(value, where)
 
     def _pickle(self, value: Any, where: str) -> Any:
+        # Pickled at once, on the rank that saves: what cannot be stored is said by `save` and not
+        # by a thread.
         try:
             data = pickle.dumps(value)
         except Exception as error:
@@ -171,6 +179,7 @@ class Decoder:
         """
         if isinstance(value, list):
             return [self.decode(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        # Scalars are what they are; only an object can carry a "$".
         if not isinstance(value, dict):
             return value
         kind = value.get("$")
@@ -179,6 +188,7 @@ class Decoder:
         if kind in _CONSTRUCTORS:
             return _CONSTRUCTORS[kind](self.decode(value["items"], where))
         if kind in ("tensor", "ndarray", "number"):
+            # The three kinds are stored as tensors, and differ in what the user gets back.
             tensor = self._fetch(value["file"], value["key"])
             if kind == "tensor":
                 return tensor
@@ -202,6 +212,7 @@ class Decoder:
             return torch.device(text)
         if kind == "path":
             return Path(text)
+        # Also for a dtype that this torch has not: it may come from a newer one.
         raise CheckpointError("LP503", f"{where} is a {kind!r}, which this version does not know.")
 
     def _load_pickle(self, value: dict[str, Any], where: str) -> Any:

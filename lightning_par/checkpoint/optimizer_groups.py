@@ -33,9 +33,12 @@ class StoredOptimizer(dict[str, Any]):
         made = torch_state(groups, states)
         kept = {i: StoredTensors(entries) for i, entries in made["state"].items()}
         super().__init__(made | {"state": kept})
+        # Kept beside the dict: a hook may rename or drop groups, but numbers go on meaning these
+        # names.
         self._names = list(number_names([group["params"] for group in groups]))
 
     def _name(self, number: Any) -> str:
+        # A hook may have added an entry under a number, or a key, that was never stored.
         known = isinstance(number, int) and 0 <= number < len(self._names)
         return self._names[number] if known else f"parameter {number}"
 
@@ -65,6 +68,8 @@ def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
         groups: FQNs of the parameters in every group.
     """
     numbers: dict[str, int] = {}
+    # torch counts on over the groups (`Optimizer.state_dict`), and gives a parameter that is in
+    # two of them one number.
     for name in (n for group in groups for n in group):
         numbers.setdefault(name, len(numbers))
     return numbers
@@ -80,6 +85,7 @@ def merge_names(parts: Sequence[Sequence[str]], order: Callable[[str], int]) -> 
         parts: FQNs of every stage, or of every rank.
         order: Function from a parameter's FQN to its position in the model.
     """
+    # `dict.fromkeys` drops a name that a rank lists twice, and keeps the order.
     given = {tuple(dict.fromkeys(names)) for names in parts}
     if len(given) == 1:
         return list(*given)
@@ -97,7 +103,11 @@ def merge_groups(
     """
     return [
         [
+            # Options are the same on all ranks, since each makes its optimizers with the same
+            # code.
             {**group[0], "params": merge_names([part["params"] for part in group], order)}
+            # strict: ranks whose optimizers differ in groups would otherwise lose the last ones
+            # silently.
             for group in zip(*optimizers, strict=True)
         ]
         for optimizers in zip(*parts, strict=True)
@@ -126,6 +136,7 @@ def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Stored
             f"of {[len(group) for group in groups]}.",
         )
     numbers = number_names(groups)
+    # A parameter without a gradient so far has no state, in torch as here.
     states = {name: state["state"][i] for name, i in numbers.items() if i in state["state"]}
     named = [{**g, "params": list(names)} for g, names in zip(saved, groups, strict=True)]
     return StoredOptimizer(named, states)
@@ -182,6 +193,7 @@ def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> No
     problems = []
     if len(stored.groups) != len(groups):
         problems.append(f"has {len(stored.groups)} groups, this one {len(groups)}")
+    # Not strict: a different number of groups is named above, and the first ones compared anyway.
     for number, (saved, names) in enumerate(zip(stored.groups, groups, strict=False)):
         for more, missing, words in (
             (saved["params"], names, "which this one has not"),

@@ -133,12 +133,14 @@ def make_part(
         CheckpointError: A tensor has a dtype that safetensors lacks, or a value cannot be encoded;
             names it.
     """
+    # Here and not while writing: now every rank can still refuse before a file is made.
     for piece in (*weights, *optimizer):
         if piece.values.dtype not in DTYPES.values():
             raise CheckpointError(
                 "LP505",
                 f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold.",
             )
+    # One encoder for all three, as keys of tensors are numbers within one file.
     encoder = Encoder(file_name("state", rank, world))
     encode = encoder.encode
     part = Part(
@@ -154,6 +156,7 @@ def make_part(
         ],
         tensors=encoder.tensors,
     )
+    # A folder needs no more: rank 0 never sees the values of others but in JSON.
     if dumped is None:
         return part
     plain = Plain(
@@ -162,6 +165,7 @@ def make_part(
         # All states, as of some of them another rank may be the writer.
         state_names=list(dict.fromkeys(p.box.name.rpartition("/")[2] for p in optimizer)),
         state=json.dumps(part.state, allow_nan=False).encode(),
+        # Rank 0 lays the file out before this rank writes, so the length has to be known exactly.
         room=tensors_length(part.tensors) if part.tensors else 0,
     )
     return replace(part, dumped=dumped, plain=plain)

@@ -44,6 +44,8 @@ class Piece:
         """Key in a safetensors file: ``weight``, or ``weight[0:4, 8:16]`` for a part of it."""
         if self.box.shape == self.global_shape:
             return self.box.name
+        # The box in the key, as Python writes a slice: two ranks' boxes of one weight never share
+        # a key.
         ends = zip(self.box.offset, self.box.shape, strict=True)
         return f"{self.box.name}[{', '.join(f'{low}:{low + size}' for low, size in ends)}]"
 
@@ -74,6 +76,7 @@ def assign_writers(held: Sequence[Iterable[tuple[Box, int]]]) -> list[frozenset[
     sizes: dict[Box, int] = {}
     for rank, boxes in enumerate(held):
         for box, size in boxes:
+            # Boxes are equal over replicas, as they hold the same slice of the same tensor.
             holders.setdefault(box, []).append(rank)
             sizes[box] = size
     load = [0] * len(held)
@@ -98,11 +101,14 @@ def unbroken_runs(box: Box | Chunk, shape: tuple[int, ...]) -> tuple[Iterator[in
     Example: columns 2 and 3 of 4 of a matrix of 3 rows begin at 2, 6 and 10.
     """
     strides = [1] * len(shape)
+    # In entries, row-major: `strides[d]` entries lie between neighbours of dim d.
     for dim in reversed(range(len(shape) - 1)):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
+    # A run goes over all trailing dims that are whole, and over the part of the one before them.
     outer = len(shape)  # the dims before this one are walked through
     while outer and box.shape[outer:] == shape[outer:]:
         outer -= 1
+    # Of the box's first entry.
     first = sum(low * stride for low, stride in zip(box.offset, strides, strict=True))
     steps = [range(0, n * s, s) for n, s in zip(box.shape[:outer], strides, strict=False)]
     return (first + sum(step) for step in product(*steps)), math.prod(box.shape[outer:])

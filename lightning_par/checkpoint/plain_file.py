@@ -52,9 +52,13 @@ def read_manifest(path: Path) -> bytes | None:
         return None
     try:
         with zipfile.ZipFile(path) as archive:
+            # The archive's records are below a folder that bears the file's name, which may have
+            # changed.
             found = [i for i in archive.infolist() if i.filename.endswith(f"/{_MANIFEST}")]
             if not found:
                 return None
+            # A compressed record could be a bomb; and its bytes would not be at the place we
+            # compute.
             if found[0].compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(
                     "LP502", f"{path}: {_MANIFEST} is compressed, as none of ours is."
@@ -76,14 +80,19 @@ def make_blanks(specs: Mapping[K, tuple[torch.dtype, tuple[int, ...]]]) -> dict[
     # take a hundred times as long to make.
     sizes: dict[torch.dtype, int] = {}
     for dtype, shape in specs.values():
+        # A mapping for each dtype, since `torch.save` refuses tensors of two dtypes at one
+        # address.
         sizes[dtype] = max(sizes.get(dtype, 1), torch.Size(shape).numel())
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = {d: mmap.mmap(-1, size * d.itemsize, flags=private) for d, size in sizes.items()}
 
     def blank(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         numel = torch.Size(shape).numel()
+        # `frombuffer` refuses a count of 0.
         if not numel:
             return torch.empty(shape, dtype=dtype)
+        # Each call makes a storage object of its own over the shared pages, and these are what
+        # `torch.save` numbers: two blanks get two records, though they begin at one address.
         return torch.frombuffer(pages[dtype], dtype=dtype, count=numel).view(shape)
 
     return {key: blank(dtype, shape) for key, (dtype, shape) in specs.items()}
@@ -109,17 +118,23 @@ def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStora
         """Notes storages in the order in which `torch.save` numbers them."""
 
         def reducer_override(self, obj: Any) -> Any:
+            # What `torch.save`'s persistent_id would see, in the same order; the record
+            # `data/<n>` is the n-th storage it meets.
             if isinstance(obj, Tensor) and obj.layout is torch.strided and not obj.is_meta:
                 storage = obj.untyped_storage()
                 storages.setdefault(storage_key(storage), storage)
             return NotImplemented
 
+    # Leaves holes of the right length where the bytes would be.
     with torch.serialization.skip_data():
+        # The module is only asked for `Pickler` and its name.
         torch.save(value, path, pickle_module=SimpleNamespace(Pickler=Pickler, __name__="pickle"))
     expected = {f"data/{i}": storage for i, storage in enumerate(storages.values())}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         found = {_short(info): info for info in archive.infolist()}
         sizes = {name: info.file_size for name, info in found.items() if name[:5] == "data/"}
+        # A storage that was met elsewhere (a bare storage, a sparse tensor's parts) would shift
+        # all numbers: bytes would go to the wrong tensor. Better no file.
         if sizes != {name: storage.nbytes() for name, storage in expected.items()}:
             raise CheckpointError(
                 "LP505",
@@ -144,15 +159,22 @@ def append_records(path: Path, records: Mapping[str, bytes | int]) -> dict[str, 
         OSError: The disk is full, for example.
     """
     with zipfile.ZipFile(path, "a") as archive:
+        # All records of torch's archive are in one folder; its reader wants that of ours there,
+        # too.
         folder = archive.namelist()[0].partition("/")[0]
         for name, content in records.items():
             info = zipfile.ZipInfo(f"{folder}/{_OURS}{name}")
+            # force_zip64: the local header must have room for sizes over 4 GiB before they are
+            # known.
             with archive.open(info, "w", force_zip64=True) as record:
                 if isinstance(content, bytes):
                     record.write(content)
                     continue
+                # Zeros in blocks: a record of the states of a rank may be larger than one wants
+                # in memory.
                 for low in range(0, content, 1 << 20):
                     record.write(bytes(min(1 << 20, content - low)))
+    # Opened anew: places are known only after the directory has been written.
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         return {
             _short(info): (_place(file, info), info.file_size)
@@ -167,6 +189,8 @@ def _short(info: zipfile.ZipInfo) -> str:
 
 
 def _place(file: Any, info: zipfile.ZipInfo) -> int:
+    # From the local header: its extra field may differ in length from the directory's, as torch
+    # pads it so that tensors begin at multiples of 64.
     file.seek(info.header_offset)
     lengths: tuple[int, int] = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     return info.header_offset + _LOCAL_HEADER.size + sum(lengths)

@@ -57,6 +57,7 @@ def counted(work: Work, name: str, total: int | None) -> Iterator[None]:
         total: Bytes or pieces of this rank; None: not known before.
     """
     show = _SHOW.get()
+    # Nobody watches, or nothing is to be done, for which a bar would stay at 0 %.
     if show is None or total == 0:
         yield
         return
@@ -76,5 +77,6 @@ def advance(work: Work, count: int = 1) -> None:
         count: How many since the last call.
     """
     found = _COUNTED.get()
+    # Reading inside of writing (an export) advances only the bar that is shown.
     if found is not None and found[0] == work:
         found[1](count)

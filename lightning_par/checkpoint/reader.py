@@ -66,6 +66,7 @@ class CheckpointReader:
         Returns:
             One message per missing or damaged file.
         """
+        # An iterator is walked through twice.
         names = list(names)
         total = sum(self.manifest.files[name].length for name in names)
         with counted("verify", f"verifying {self.path.name}", total):
@@ -98,6 +99,7 @@ class CheckpointReader:
         values = self._values("optimizer/", unpickle=unpickle)
         found = []
         for number, groups in enumerate(self.index.groups):
+            # Values after tensors: both are named alike, and a name is in one of them.
             states = split_states(number, {**tensors, **values})
             with well_formed(f"{self.path}: the index"):
                 options = [decoder.decode(group, "param_groups") for group in groups]
@@ -140,13 +142,16 @@ class CheckpointReader:
 
     def _decode_state(self, encoded: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
         left_out: list[str] = []
+        # Entry by entry: one pickle among the hyper-parameters costs only that entry.
         for part in _HYPER_PARAMETERS:
             given = encoded.get(part)
+            # With a "$" the whole is of another type (or a pickle), and decoded as one below.
             if isinstance(given, dict) and "$" not in given:
                 encoded[part] = {}
                 for name, value in given.items():
                     try:
                         decoder.decode(value, f"{part}.{name}")
+                        # Not the decoded one: all of `encoded` is decoded below.
                         encoded[part][name] = value
                     except PickledValueError:
                         left_out.append(f"{part}.{name}")

@@ -23,6 +23,7 @@ def find_weights(path: Path) -> StoredTensors:
     Raises:
         CheckpointError: The path is none of these, or a file is damaged.
     """
+    # The index first: of a folder with both, the single file may be a part from elsewhere.
     if path.is_dir() and (path / "model.safetensors.index.json").exists():
         path = path / "model.safetensors.index.json"
     elif path.is_dir() and (path / "model.safetensors").exists():
@@ -39,6 +40,7 @@ def find_weights(path: Path) -> StoredTensors:
         )
     folder = path.parent
     entries: dict[str, TensorEntry] = {}
+    # Sorted: of a name in two files the last one wins, on every rank the same.
     for file in sorted(files):
         entries |= _entries_of(folder, file)
     return StoredTensors.of_files(TensorFiles(folder, follows_links=True), entries)

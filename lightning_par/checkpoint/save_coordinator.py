@@ -50,6 +50,8 @@ class CheckpointSaver:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the process group, the future, and what was agreed with the other ranks."""
+        # A process group cannot be pickled, and the process that gets the copy has not yet agreed
+        # on anything with the other ranks.
         left = dict.fromkeys(("_group", "_held", "_running"))
         return {**vars(self), **left, "_claims": FolderClaims()}
 
@@ -73,20 +75,29 @@ class CheckpointSaver:
         and sizes of all boxes; a gather of names to rank 0, for one file also of states, and a
         broadcast of places; a gather of reports to rank 0, and a broadcast of the outcome.
         """
+        # Two saves at once would share the group, and their messages be matched wrongly. Every
+        # rank waits, so an error of the last save is raised on all of them.
         self.wait()
         if part.rank == 0:
             # Not in the background: ModelCheckpoint links "last.ckpt" there as soon as we return.
             path.parent.mkdir(parents=True, exist_ok=True)
             self._claim(path.parent)
+        # Before the outlines: of a box that several ranks hold only the writer reports it, or the
+        # index would have it twice.
         part = part.only(self._assign(part))
         save = (FolderSave if part.plain is None else FileSave)(path, part, metadata)
+        # Also in a background save: here rank 0 sees that no rank failed, and what cannot be
+        # stored is an error of `save` itself.
         starts = self._on_rank_0(save, save.prepare, save.outline())
         if not background:
             self._complete(save, starts)
             return
+        # After the exchange: its messages are short, and the copy is what costs time.
         save.hold()
         self._running = Future()
         target = self._complete_in_background
+        # A daemon: a hang of the file system must not keep the process from ending after an
+        # error.
         Thread(target=target, args=(save, starts, self._running), daemon=True).start()
 
     def _on_rank_0(self, save: Save, step: Callable[[list[Report]], Any], report: Report) -> Any:
@@ -102,6 +113,7 @@ class CheckpointSaver:
             CheckpointError: On every rank, if the step raised it, or a rank does not take part.
         """
         part, error = save.part, None
+        # Result of the step, and the message of its error.
         outcome: list[Any] = [None, None]
         reports: list[Any] | None = [report]
         try:
@@ -120,6 +132,8 @@ class CheckpointSaver:
             raise _lost_a_rank(save.path, failure) from failure
         result, problem = outcome
         if problem is not None:
+            # On every rank alike: each leaves the save with the same error, and none goes on
+            # training.
             raise CheckpointError("LP508", problem) from error
         return result
 
@@ -131,6 +145,7 @@ class CheckpointSaver:
         """
         with counted("write", f"saving {save.path.name}", save.part.nbytes):
             report = save.write(starts)
+        # Reached by every rank, since `write` reports its error instead of raising it.
         self._on_rank_0(save, save.commit, report)
 
     def _complete_in_background(
@@ -138,6 +153,8 @@ class CheckpointSaver:
     ) -> None:
         try:
             self._complete(save, starts)
+        # All: nobody looks at this thread but by the future. Logged, too, as the run may end
+        # before the next save or `wait` raises it.
         except BaseException as error:
             _log.error("%s", error)
             known = isinstance(error, CheckpointError)
@@ -159,6 +176,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: The background save failed.
         """
+        # Forgotten first: an error is raised once, and not by every later call.
         running, self._running = self._running, None
         try:
             if running is not None:
@@ -166,6 +184,7 @@ class CheckpointSaver:
         except CheckpointError:
             self._to_remove.clear()  # the new one is not there: the old ones stay
             raise
+        # Only now: the new checkpoint is complete, so an older one may go (`save_top_k`).
         self._remove_pending()
 
     def release(self) -> None:
@@ -191,10 +210,12 @@ class CheckpointSaver:
 
         The assignment of the last save is used again unless the boxes of some rank have changed.
         """
+        # In the order of the pieces, so that an equal list means an equal assignment.
         held = [(piece.box, piece.nbytes) for piece in (*part.weights, *part.optimizer)]
         if part.world == 1:
             return frozenset(box for box, _ in held)
         # MIN over the ranks: all must agree to skip the all-gather, or it would hang.
+        # Names and sizes of all boxes are megabytes for large models; one number per save is not.
         known = torch.tensor(int(held == self._held))
         dist.all_reduce(known, dist.ReduceOp.MIN, group=self._save_group())
         if not int(known):
@@ -204,6 +225,8 @@ class CheckpointSaver:
         return self._assigned
 
     def _save_group(self) -> dist.ProcessGroup:
+        # Made at the first save, which every rank reaches: `new_group` is a collective of the
+        # world.
         if self._group is None:
             # gloo on CUDA, too: a save in a thread must not enqueue anything on the GPU.
             group = dist.new_group(backend="gloo", timeout=self._timeout)

@@ -103,6 +103,7 @@ class ChecksumFile:
     """
 
     def __init__(self, path: Path, *, parts: bool = False) -> None:
+        # Not `open`: a buffer would copy the bytes once more, and `pwrite` needs a descriptor.
         self._descriptor = os.open(path, os.O_WRONLY if parts else _NEW, 0o666)
         self.start_part(0)
 
@@ -120,6 +121,7 @@ class ChecksumFile:
             OSError: The disk is full, for example.
         """
         view = memoryview(data)
+        # Summed and written in pieces: the second pass over a piece finds it in the cache.
         for low in range(0, len(view), _CHUNK):
             part = view[low : low + _CHUNK]
             self._sum = zlib.crc32(part, self._sum)
@@ -143,11 +145,16 @@ class ChecksumFile:
         """
         if not values.numel():
             return
+        # Row-major, as both forms hold it; of a tensor that is so already nothing is copied.
         flat = values.detach().cpu().contiguous().view(-1)
         data = flat.view(torch.uint8).numpy().data  # NumPy lacks bfloat16 and float8
         size = len(data) if run is None else run * values.element_size()
+        # strict: a run more or less than the box has values means that the file is laid out
+        # wrongly.
         for low, place in zip(range(0, len(data), size), places or (self._place,), strict=True):
             self._place = place
+            # In pieces for the bar's sake, which would otherwise stand still for the length of a
+            # tensor.
             for first in range(low, low + size, _CHUNK):
                 part = data[first : min(first + _CHUNK, low + size)]
                 self.write(part)
@@ -208,6 +215,7 @@ def write_tensors(
     file.write(_header(tensors, metadata))
     for key in _file_order(tensors):
         tensor = read(tensors[key])
+        # The header is written: a tensor of another size would shift all that follow.
         assert (tensor.dtype, tensor.shape) == (tensors[key].dtype, tensors[key].shape), key
         file.write_values(tensor)
 
@@ -226,6 +234,8 @@ def _header(tensors: Mapping[str, _Shaped], metadata: Mapping[str, str] | None) 
         end = place + shape.numel() * dtype.itemsize
         header[key] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
+    # Format of safetensors: 8 bytes of length, JSON, and the bytes at offsets relative to its
+    # end.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
     return len(text).to_bytes(8, "little") + text
@@ -248,10 +258,12 @@ def replacing(path: Path) -> Iterator[Path]:
     # In the same folder, hence on the same file system: a rename between two is not atomic.
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
+    # Of a save that was killed.
     remove_path(partial)
     try:
         yield partial
         publish(partial, path)
+    # Also for KeyboardInterrupt: half a file under a hidden name would stay for ever.
     except BaseException:
         remove_path(partial)
         raise
@@ -282,6 +294,7 @@ def check_regular(path: Path) -> None:
             which may give no data for ever.
         FileNotFoundError: There is none.
     """
+    # `lstat`, which does not follow the link itself.
     if not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
             "LP502", f"{path.name} is no regular file, as every file of a checkpoint is"
@@ -298,6 +311,7 @@ def sync_files(paths: Iterable[Path]) -> None:
         paths: Files and folders.
     """
     for path in paths:
+        # Read-only is enough: fsync is of the file, whoever wrote to it.
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -318,15 +332,20 @@ def publish(partial: Path, final: Path) -> None:
     # Contents before the name: after a crash a name must not point to unwritten data.
     sync_files([partial])
     aside = None
+    # `lexists`: a dangling link is there, too, and a folder cannot be renamed onto it.
     if not os.path.lexists(final):
         partial.rename(final)
     elif _exchange(partial, final):
         aside = partial
     else:
+        # Between the two renames the name is missing for a moment: the old one is whole under
+        # `.old`.
         aside = partial.with_name(f"{partial.name}.old")
         final.rename(aside)
         partial.rename(final)
+    # The rename itself is an entry of the folder above.
     sync_files([final.parent])
+    # Last: if we are killed here, the new one is in place and only rubbish is left.
     if aside is not None:
         remove_path(aside)
 
@@ -337,6 +356,7 @@ def _exchange(first: Path, second: Path) -> bool:
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False
+    # Nonzero also where the file system has no exchange (NFS: EINVAL).
     return bool(
         swap(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
     )

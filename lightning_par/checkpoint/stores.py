@@ -70,6 +70,7 @@ class Store(ABC):
             for part in self._parts(name):
                 found = zlib.crc32(part, found)
                 advance("verify", len(part))
+        # Each as a text: a check of many files lists all that are wrong, and stops at none.
         except FileNotFoundError:
             return f"{name} is missing"
         except CheckpointError as error:
@@ -108,6 +109,8 @@ class FolderStore(Store):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        # The chain of trust: the manifest has its own checksum and those of all files, the index
+        # among them.
         self.manifest = Manifest.read(path)
         if INDEX not in self.manifest.files:
             raise CheckpointError("LP502", f"{path}: {MANIFEST} does not name {INDEX}.")
@@ -123,6 +126,8 @@ class FolderStore(Store):
                 raise CheckpointError(
                     "LP502", f"{path}: {INDEX} names {chunk.file!r}, which is not there."
                 )
+            # The boxes of a file have to fit into its length. Else an index
+            # could ask for terabytes of memory before the file is looked at.
             room[chunk.file] -= _nbytes(entry, chunk)
             if room[chunk.file] < 0:
                 raise CheckpointError(
@@ -169,6 +174,8 @@ class FileStore(Store):
         with well_formed(where):
             self.index = Index.from_json(rest["index"])
             self._boxes = {f"{k}/{c.key}": (e, c) for k, e, c in self.index.chunks()}
+        # Twice the same object: as `TensorFiles` for readers, and with its bytes for the
+        # checksums.
         self._file = _MappedFile(path, self.manifest.places)
         self.files: TensorFiles = self._file
         self._check_places(path.stat().st_size)
@@ -176,15 +183,18 @@ class FileStore(Store):
 
     def _check_places(self, size: int) -> None:
         places, files = self.manifest.places, self.manifest.files
+        # The record holds the whole tensor, of which the box is a part, so the whole has to fit.
         for name, (entry, chunk) in self._boxes.items():
             place = places.get(chunk.file, -1)
             end = place + entry.numel * entry.dtype.itemsize
+            # A view of bytes as another dtype needs an aligned start (`Tensor.view(dtype)`).
             if place < 0 or place % entry.dtype.itemsize or end > size or name not in files:
                 raise CheckpointError(
                     "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
                 )
         for name, record in files.items():
             end = places.get(name, -1) + record.length
+            # A record without a place ends before its own length, and fails here.
             if name not in self._boxes and not 0 <= record.length <= end <= size:
                 raise CheckpointError(
                     "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
@@ -196,6 +206,7 @@ class FileStore(Store):
         return self._file.bytes_at(self.manifest.places[name], self.manifest.files[name].length)
 
     def _state_tensor(self, file: str, key: str) -> Tensor:
+        # Parsed once per rank's record; the tensors share its memory.
         if file not in self._state:
             try:
                 self._state[file] = safetensors.torch.load(self.read(file))
@@ -215,9 +226,11 @@ class _MappedFile(TensorFiles):
         self._block = memoryview(bytearray(_BLOCK))
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        # At first use: a reader of the manifest alone maps nothing.
         if self._mapped is None:
             self._mapped = _map_file(self._path)
         place = self._places[chunk.file]
+        # Views only: pages are read when the caller copies from them.
         flat = self._mapped[place : place + entry.numel * entry.dtype.itemsize]
         found = flat.view(entry.dtype).view(entry.shape)
         for dim, (low, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
@@ -227,6 +240,7 @@ class _MappedFile(TensorFiles):
     def box_bytes(self, entry: TensorEntry, chunk: Chunk) -> Iterator[memoryview]:
         """Give the bytes of a box, row after row; the next ones take the place of each."""
         size = _nbytes(entry, chunk)
+        # Nothing to sum, and no run to begin.
         if not size:
             return
         # By arithmetic: there are many boxes, and views of a tensor take long to make.
@@ -235,6 +249,8 @@ class _MappedFile(TensorFiles):
             place = self._places[chunk.file] + next(places) * entry.dtype.itemsize
             yield from self.bytes_at(place, size)
             return
+        # A box with gaps: about 1 MiB of rows at a time, made contiguous as its writer summed
+        # them.
         box = self._chunk(entry, chunk)
         for part in box.split(max(1, _BLOCK * box.shape[0] // size)):
             yield part.contiguous().view(-1).view(torch.uint8).numpy().data
@@ -245,6 +261,8 @@ class _MappedFile(TensorFiles):
         # block are kept over the many boxes.
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_RDONLY)
+            # Closed with the object: readers have no `close`, and are dropped when the load is
+            # over.
             weakref.finalize(self, os.close, self._descriptor)
         while length:
             count = os.preadv(self._descriptor, [self._block[:length]], place)

@@ -38,6 +38,7 @@ def overlap(
         First and one-past-last global entry in every dim; None if the boxes do not overlap.
     """
     common = []
+    # A tensor without dims has one entry in one box: the empty list, which is not None.
     for dim, size in enumerate(shape):
         low = max(offset[dim], chunk.offset[dim])
         high = min(offset[dim] + size, chunk.offset[dim] + chunk.shape[dim])
@@ -63,6 +64,7 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
         self.bytes_read = 0
 
+    # What `safe_open` returns cannot be copied.
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Share the open files, which nobody changes: a callback may copy a loaded checkpoint."""
         return self
@@ -79,6 +81,7 @@ class TensorFiles:
                 no such tensor.
         """
         try:
+            # Opened once: parsing a header with thousands of names takes longer than a tensor.
             if file not in self._open:
                 if not self._follows_links:
                     check_regular(self._folder / file)
@@ -101,6 +104,7 @@ class TensorFiles:
             CheckpointError: A file has not the tensors that the index says.
         """
         # Only the pages of the intersections are read: a mapped tensor is narrowed before the copy.
+        # Any chunks may overlap the wanted box: they were cut by the mesh that saved.
         for chunk in entry.chunks:
             common = overlap(chunk, offset, out.shape)
             if common is None:
@@ -109,12 +113,15 @@ class TensorFiles:
             for dim, (low, high) in enumerate(common):
                 source = source.narrow(dim, low - chunk.offset[dim], high - low)
                 target = target.narrow(dim, low - offset[dim], high - low)
+            # Casts and moves to the device on the way: dtypes of the file and of the run may
+            # differ.
             target.copy_(source)
             self.bytes_read += source.nbytes
             advance("read", source.nbytes)
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         found = self.tensor(chunk.file, chunk.key)
+        # Checked before the shape is compared: the index was made from names, not from files.
         if chunk.shape == (1, *found.shape):
             # One of several tensors that the index stacks, e.g. experts in files of Hugging Face.
             found = found[None]
@@ -195,6 +202,8 @@ class StoredTensors(MutableMapping[str, Any]):
             aliases: Further FQNs of tied weights -> FQN in `entries`.
             values: Entries of the state dict that are no tensors.
         """
+        # Each name has its own `StoredTensor`: a hook that replaces one tied entry leaves the
+        # other.
         more = {name: entries[of] for name, of in (aliases or {}).items()}
         found = {name: StoredTensor(files, entry) for name, entry in {**entries, **more}.items()}
         return cls({**found, **(values or {})})
@@ -232,6 +241,8 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         entry = self._entries[name]
+        # Kept, as the docstring promises: a hook may write into what it got. It costs the memory
+        # of the whole tensor, on this rank.
         if isinstance(entry, StoredTensor):
             entry = self._entries[name] = entry.read()
         return entry

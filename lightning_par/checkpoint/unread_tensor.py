@@ -13,6 +13,8 @@ from lightning_par.upstream.pytree import tree_map
 
 __all__ = ["UnreadTensor", "read_part"]
 
+# What `Module._load_from_state_dict` and hooks ask of an entry before it is copied. Getters of
+# properties reach `__torch_function__` as their `__get__`.
 _SEEN_WITHOUT_READING = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "is_meta")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__}
@@ -30,6 +32,7 @@ class UnreadTensor(Tensor):
     @staticmethod
     def of(source: StoredTensor | Tensor) -> "UnreadTensor":
         """Return what stands for `source`, a whole tensor."""
+        # On "meta": it has the shape and the dtype, but no memory.
         made = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(
             UnreadTensor
         )
@@ -49,11 +52,15 @@ class UnreadTensor(Tensor):
         if func in _SEEN_WITHOUT_READING:
             seen = super().__torch_function__
             return seen(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        # `_load_from_state_dict` ends in `param.copy_(entry)`, under no_grad; of a DTensor only
+        # the local shard is then read.
         if func is Tensor.copy_ and not isinstance(args[0], cls):
             target, entry = args[0], args[1]
             read_part(entry.source, local_box("tensor", target), local_part(target))
             return target
 
+        # Anything else is arithmetic of the user's hook, which needs the values: read, and gone
+        # on with as a plain tensor.
         def whole(leaf: Any) -> Any:
             return leaf.read() if isinstance(leaf, cls) else leaf
 

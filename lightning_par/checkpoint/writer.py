@@ -101,6 +101,8 @@ class Save(ABC):
         """Return what this rank holds, without its tensors."""
         part = self.part
         report = Report(rank=part.rank, step=part.step, plain=part.plain, error=part.error)
+        # The outlines together are all that rank 0 has to know: it writes no bytes of other
+        # ranks.
         report.index = Index(
             weights=_entries_of(part, "weights"),
             optimizer=_entries_of(part, "optimizer"),
@@ -123,10 +125,12 @@ class Save(ABC):
                 such rank, and the cause.
         """
         try:
+            # By rank 0 alone, and before any rank writes: `write` comes after a broadcast.
             remove_path(self._partial)
             self._check_reports(outlines)
             self._index = self._merge_index(outlines)
             return self._lay_out(outlines)
+        # Whatever it is: the other ranks wait for an outcome, and have to hear of it.
         except Exception as error:
             raise self._failed(error) from error
 
@@ -146,6 +150,8 @@ class Save(ABC):
         """
         report = Report(rank=self.part.rank, step=self.part.step)
         try:
+            # `starts` may be those of a file that rank 0 could not make; then this is not
+            # reached.
             report.files = self._write(starts)
         except Exception as error:
             report.error = describe(error)
@@ -165,6 +171,8 @@ class Save(ABC):
         """
         try:
             self._check_reports(reports)
+            # Names of files bear the rank, and boxes have one writer: no two reports name the
+            # same.
             for report in reports:
                 self._files |= report.files
             self._metadata.manifest.files = self._files
@@ -190,6 +198,8 @@ class Save(ABC):
         with contextlib.suppress(OSError):  # the other ranks wait to be told
             remove_path(self._partial)
         cause = error.message if isinstance(error, CheckpointError) else f"rank 0: {error}"
+        # Nothing has been done to the final path before `publish`, whose last step may still
+        # fail.
         kept = self.path.exists()
         before = "what was there before is untouched" if kept else "nothing is left"
         return CheckpointError("LP508", f"{self.path} was not saved, {before}: {cause}")
@@ -198,6 +208,8 @@ class Save(ABC):
         """Check that no rank failed, and that all are at the same step."""
         # One kind of problem at a time: a rank that failed has no step and no files to compare.
         problems = [f"rank {r.rank}: {r.error}" for r in reports if r.error is not None]
+        # Ranks at different steps (a hook that saves on some only) would give a mix of two
+        # models.
         step = self._metadata.manifest.step
         if not problems:
             problems = [
@@ -215,6 +227,7 @@ class Save(ABC):
             weights=merge_entries(i.weights for i in found),
             optimizer=merge_entries(i.optimizer for i in found),
             groups=merge_groups([i.groups for i in found if i.groups], self._metadata.place),
+            # Values that are no tensors are replicated; of stages, each has its own names.
             values={k: v for i in found for k, v in i.values.items()},
         )
         # A hook of the user may have left a tied weight out of the state dict.
@@ -235,10 +248,14 @@ class FolderSave(Save):
         folder.mkdir(parents=True, exist_ok=True)
         files: dict[str, FileRecord] = {}
         for kind, pieces in part.pieces.items():
+            # A rank that writes nothing of a kind has no file of it: `data_files` goes by the
+            # manifest.
             self._write_tensors(kind, {piece.key: piece.values for piece in pieces}, files)
         state = file_name("state", part.rank, part.world, "json")
         files[state] = write_json(folder / state, part.state)
         self._write_tensors("state", part.tensors, files)
+        # Each rank its own, before it reports: only the rank's node may have the bytes in its
+        # cache.
         sync_files(folder / name for name in files)
         return files
 
@@ -253,6 +270,8 @@ class FolderSave(Save):
 
     def _seal(self, reports: Sequence[Report]) -> None:
         folder, manifest = self._partial, self._metadata.manifest
+        # On a node of its own disk a rank wrote successfully, and rank 0 would publish without
+        # it.
         problems = [
             f"rank {r.rank} wrote {name}, which rank {reports[0].rank} does not see: all nodes "
             "have to share the folder"
@@ -264,11 +283,14 @@ class FolderSave(Save):
             raise CheckpointError("LP508", "; ".join(problems))
         manifest.files[INDEX] = write_json(folder / INDEX, self._index.to_json())
         manifest.write(folder)  # last: a folder with a manifest is complete
+        # Again before the folder is renamed: `publish` syncs the folder itself, not what is in
+        # it.
         sync_files([folder / INDEX, folder / MANIFEST])
 
 
 def _entries_of(part: Part, kind: str) -> dict[str, TensorEntry]:
     """Return the index of the shards that one rank writes; of one file, it names no records yet."""
+    # `_lay_out` fills it in, as soon as records have numbers.
     file = file_name(kind, part.rank, part.world) if part.plain is None else ""
     return merge_entries(
         {
