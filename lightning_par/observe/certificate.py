@@ -83,15 +83,20 @@ class WeightsHash:
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a weight; the order of the names is the caller's, and counts."""
+        # Row-major bytes: strides are a matter of the layout, and must not change the hash.
         flat = value.detach().cpu().contiguous().reshape(-1)
         kind = str(value.dtype).removeprefix("torch.")
+        # Name, dtype and shape, too: bytes alone would not tell two weights from one of their
+        # sum.
         self._digest.update(f"{name} {kind} {list(value.shape)}\n".encode())
         self._digest.update(flat.view(torch.uint8).numpy().data)
+        # In float64: a sum of a billion squares in the weights' own dtype would lose its digits.
         self._squares += float(flat.double().square().sum())
         self._count += flat.numel()
 
     def result(self) -> dict[str, Any]:
         """Return the field `weights` of a certificate."""
+        # A text where it is NaN or infinite, which JSON cannot hold.
         norm = math.sqrt(self._squares) if math.isfinite(self._squares) else str(self._squares)
         return {"parameters": self._count, "sha256": self._digest.hexdigest(), "norm": norm}
 
@@ -117,11 +122,13 @@ def read_certificate(folder: Path) -> Certificate:
     except (OSError, ValueError) as error:
         raise ConfigurationError("LP806", f"{path} cannot be read: {error}") from error
     given = content if isinstance(content, dict) else {}
+    # `dict[str, str]` is no class for isinstance; its origin is.
     kinds: dict[str, Any] = {each.name: each.type for each in fields(Certificate)}
     bad = [n for n, t in kinds.items() if not isinstance(given.get(n), get_origin(t) or t)]
     if bad or given.get("format") != _FORMAT:
         what = f"it has no valid {', '.join(bad)}" if bad else f"its format is not {_FORMAT}"
         raise ConfigurationError("LP806", f"{path} is no certificate: {what}.")
+    # Of all that is in the file, unknown fields included: none can be added unnoticed.
     if given.pop("hash", None) != _hash_of(given):
         raise ConfigurationError(
             "LP806",
@@ -165,6 +172,7 @@ def _compare_weights(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     norms = ours["norm"], theirs["norm"]
     if any(isinstance(norm, str) for norm in norms):
         return f"not bit for bit equal; their norms are {norms[0]} and {norms[1]}"
+    # Never by zero, and of two zeros 0.
     apart = abs(norms[0] - norms[1]) / max(*norms, 1e-300)
     return (
         f"not bit for bit equal; their norms {norms[0]:.9g} and {norms[1]:.9g} are {apart:.1e} of "
@@ -173,6 +181,7 @@ def _compare_weights(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
+    # One text for one content, however the file is indented.
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -76,6 +76,7 @@ class _Signature:
             is_part=self.is_part,
             group=group,
             # Methods of ProcessGroup take the root inside an options object, operators as a number.
+            # Both count within the group.
             root=getattr(root, "rootRank", root),
             splits=() if self.splits is None else tuple(args[self.splits]),
         )
@@ -210,12 +211,15 @@ class _Wrappers:
 
     def _install(self) -> None:
         for name, signature in _METHODS.items():
+            # `vars` and not `hasattr`: what is inherited would be put on the class itself.
             if name in vars(dist.ProcessGroup):
                 self._patch(dist.ProcessGroup, name, partial(self._wrap_method, signature))
+        # Python sees the works of all C++ backends as `Work`, so that one patch is for all.
         self._patch(dist.Work, "wait", self._wrap_wait_method)
         for name in ("to_host", "to_device"):
             self._patch(CopyStream, name, partial(self._wrap_copy, name))
         self._library = Library(_NAMESPACE, "IMPL")
+        # The keys at which a real tensor dispatches; fake and meta tensors come by `report`.
         for key in ("CPU", "CUDA"):
             for name, signature in _OPERATORS.items():
                 if hasattr(functional_operators, name):
@@ -223,10 +227,12 @@ class _Wrappers:
             self._implement("wait_tensor", key, self._wrap_wait_operator)
 
     def _uninstall(self) -> None:
+        # Backwards: of a method that was patched twice the first original is put back last.
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         self._replaced = []
         assert self._library is not None
+        # At once, and not when the library is collected: a hook may be entered before that.
         remove_kernels(self._library)
         self._library = None
 
@@ -242,6 +248,7 @@ class _Wrappers:
         assert self._library is not None
         operator = getattr(functional_operators, name).default
 
+        # See Note [Interpreter lock].
         def composite(_: Any, *args: Any, **options: Any) -> Any:
             return operator.redispatch(_OTHER_BACKEND, *args, **options)
 
@@ -258,6 +265,7 @@ class _Wrappers:
 
     def _wrap_method(self, signature: _Signature, original: Any) -> Callable[..., Any]:
         def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+            # Before the call, for every hook: its own clock may be a CUDA event.
             marks = self._marks()
             work = original(group, *args, **options)
             # torch's own callers pass keywords in the order of the parameters.
@@ -274,6 +282,8 @@ class _Wrappers:
             result = original(keys, *args, **options)
             call = signature.bind(_as_group(args[-1]), args)
             for hook, began in marks:
+                # Outside of the original, so that a hook that raises leaves no collective half
+                # done.
                 hook._on_call(call, result, began)
             return result
 
@@ -290,6 +300,7 @@ class _Wrappers:
         return wait
 
     def _wrap_copy(self, name: str, original: Any) -> Callable[..., Any]:
+        # Only that there was one, and its size: the copy has a stream of its own to be timed on.
         def copy(stream: CopyStream, source: Tensor, target: Tensor) -> None:
             original(stream, source, target)
             for hook in self._hooks:

@@ -68,11 +68,14 @@ class Tolerance:
 
     def distance(self, got: Tensor, wanted: Tensor) -> float:
         """Return the norm of the difference of two tensors."""
+        # NaN counts as infinite, so that one that both runs have differs, too.
         if self.finite:
             return self.norm((_wide(got) - _wide(wanted)).nan_to_num(math.inf))
+        # Equal infinities would give inf - inf = NaN below.
         if torch.equal(got, wanted):
             return 0.0
         size = self.norm(_wide(got) - _wide(wanted))
+        # Both broke at the same entries: that is the model's doing, not the layout's.
         same_nan = size != size and torch.equal(got.isfinite(), wanted.isfinite())
         return 0.0 if same_nan else size
 
@@ -108,6 +111,7 @@ def tolerance_of(*dtypes: torch.dtype) -> Tolerance:
     Args:
         dtypes: Of weights, of what is computed, and of what is sent.
     """
+    # By the loss, which orders the dtypes as every other field does.
     return max((_TOLERANCES[d] for d in dtypes if d in _TOLERANCES), key=lambda t: t.loss)
 
 
@@ -147,6 +151,7 @@ class Difference:
 
     @property
     def _apart(self) -> str:
+        # Norms that print alike tell nothing: then the difference is named as well.
         same = math.isclose(self.got, self.wanted, rel_tol=1e-6)
         return f"; the norm of the difference is {self.size:.3g}" if same else ""
 
@@ -203,15 +208,18 @@ def measure_values(
         wanted: Those of one process; what is neither number nor tensor is left out.
         tolerance: For both; of a single number that of a loss, else that of a gradient.
     """
+    # The caller has compared how many there are.
     for mesh, one in zip(got, wanted, strict=True):
         if not all(isinstance(each, int | float | Tensor) for each in (mesh, one)):
             continue
         value, other = torch.as_tensor(mesh).detach(), torch.as_tensor(one).detach()
+        # No difference can be taken; infinity is beyond every bound.
         if value.shape != other.shape:
             norms = tolerance.norm(value), tolerance.norm(other)
             yield Difference(kind=kind, name=name, got=norms[0], wanted=norms[1], size=math.inf)
             continue
         size, norm = tolerance.distance(_wide(value), _wide(other)), tolerance.norm(other)
+        # A logged number is a mean like the loss, relative to 1 where it is small.
         is_number = other.numel() == 1
         bound = tolerance.loss * max(1.0, norm) if is_number else tolerance.gradient * norm
         shown = (value, other) if is_number and not other.is_complex() else None
@@ -221,6 +229,7 @@ def measure_values(
             got=tolerance.norm(value) if shown is None else float(value),
             wanted=norm if shown is None else float(other),
             size=size,
+            # Plus something absolute, since an output may be all zeros.
             excess=_excess(size, bound + tolerance.nothing),
         )
 
@@ -241,7 +250,9 @@ def measure_backwards(
         one: What one process computed, with as many backwards.
         tolerance: For both.
     """
+    # Not strict: how many there are is a difference of its own, given last.
     for got, wanted in zip(mesh.losses, one.losses, strict=False):
+        # Two NaN are alike where the mesh is not asked to be finite.
         alike = not tolerance.finite and (got == wanted or (got != got and wanted != wanted))
         size = 0.0 if alike else abs(got - wanted)
         excess = _excess(size, tolerance.loss * max(1.0, abs(wanted)))
@@ -264,8 +275,10 @@ def measure_handed(mesh: StepRecord, one: StepRecord, tolerance: Tolerance) -> I
         one: What one process computed from the same gradients of backwards.
         tolerance: Of the update.
     """
+    # Otherwise a step was skipped (a scaler, a closure), of which the weights tell more.
     if len(mesh.handed) == len(one.handed):
         for got, wanted in zip(mesh.handed, one.handed, strict=True):
+            # Clipping is one factor for all: its own rounding is all that may differ.
             near = replace(tolerance, gradient=tolerance.handed, nothing=tolerance.rounding)
             yield from _measure_gradients("handed", got, wanted, near)
 
@@ -365,6 +378,7 @@ def measure_states(
     pairs = []
     for name, wanted in one.items():
         got = mesh.get(name)
+        # A buffer that only one of them has, such as a cache of positions.
         if got is None or got.shape != wanted.shape:
             continue
         start = _wide(before[name]) if name in before else torch.zeros((), dtype=torch.float64)
@@ -394,6 +408,8 @@ def _largest(
         wanted=pair.wanted,
         size=pair.size,
         excess=excess,
+        # Less itself. Where nothing is beyond its bound it is -1, and the difference is not
+        # shown.
         others=sum(other > 1 for other in excesses) - 1,
         factor=pair.factor,
     )
@@ -401,6 +417,7 @@ def _largest(
 
 def _excess(size: float, bound: float) -> float:
     """Return how many times its bound a difference is; infinity if one of them is not a number."""
+    # Without a bound nothing but equality will do.
     excess = size / bound if bound and size else (math.inf if size else 0.0)
     return excess if excess == excess else math.inf
 
@@ -418,5 +435,7 @@ def _factor(got: Tensor, wanted: Tensor, tolerance: Tolerance) -> float | None:
         return None
     factor = float((got * wanted).sum()) / square
     rest = tolerance.norm(got - factor * wanted)
+    # A factor that explains the difference names the mistake: 2 for a sum in place of a mean of
+    # two ranks, 0.5 for the reverse.
     fits = rest <= tolerance.factor * max(tolerance.least, tolerance.norm(got))
     return factor if fits and abs(factor) > 1e-6 else None

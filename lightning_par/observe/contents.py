@@ -32,6 +32,7 @@ LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch
 
 def is_foreign(module_name: str) -> bool:
     """Return whether a module is part of Python or of a package of `LEFT_ALONE`."""
+    # By its first part: submodules have their package's name before the dot.
     package = module_name.partition(".")[0]
     return package in LEFT_ALONE or package in sys.stdlib_module_names
 
@@ -42,12 +43,14 @@ def names_in(function: Any) -> set[str]:
     Args:
         function: Any callable, perhaps decorated; one that is not written in Python looks up none.
     """
+    # What the user has written, below a decorator such as `functools.wraps`.
     unwrapped = inspect.unwrap(function) if callable(function) else function
     found, codes = set[str](), [getattr(unwrapped, "__code__", None)]
     while codes:
         code = codes.pop()
         if isinstance(code, CodeType):
             found.update(code.co_names)
+            # Nested functions, lambdas and comprehensions are constants of the code around them.
             codes += code.co_consts
     return found
 
@@ -59,29 +62,35 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
         value: Of an attribute, or of what is in one.
         seen: Ids of the containers and objects that have such a function, or need none.
     """
+    # First of all: a file has a `__dict__` and would be taken for an object.
     if isinstance(value, io.IOBase):
         return _restore_file(value, seen)
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    # Weights are kept or not by the caller, who knows their size; what has a graph is no state.
     is_weight = isinstance(value, nn.Parameter)
     is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
     held = value if is_container(value) else _attributes(value)
     copied = value if is_kept else copy_of(value if held is None else held)
+    # Nothing mutable, or in work already: objects may refer to each other in a circle.
     if copied is value or id(value) in seen:
         return lambda: None
     if isinstance(value, Tensor):
+        # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
         return partial(value.data.copy_, copied) if _is_written_to(value) else lambda: None
     if isinstance(value, torch.Generator):
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, copied) if value.flags.writeable else lambda: None
+    # Before its items, which may hold it.
     seen.add(id(value))
     inside = copied.values() if isinstance(copied, dict) else copied
     items = [restore_of(item, seen) for item in inside]
 
     def restore() -> None:
+        # The container first: the items that were put into it again are those restored below.
         refill(held, copied)
         for restore_item in items:
             restore_item()
@@ -93,6 +102,7 @@ def _is_written_to(value: Tensor) -> bool:
     """Whether anyone can write to a tensor: torch lets nobody write to one that was expanded."""
     if value.layout != torch.strided:
         return True
+    # A stride of 0 means many entries in one place (`expand`).
     return all(step or size < 2 for step, size in zip(value.stride(), value.shape, strict=True))
 
 
@@ -101,6 +111,7 @@ def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
     if id(file) in seen or file.closed or not (file.writable() and file.seekable()):
         return lambda: None
     seen.add(id(file))
+    # What was written before is the run's, and must not wait in a buffer beyond the place.
     file.flush()
     place = file.tell()
 
@@ -118,6 +129,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     """
     if isinstance(value, type):
         return None
+    # Made of torch or Python, but what they hold is the user's.
     of_user = isinstance(value, nn.Module | SimpleNamespace | Namespace)
     if not of_user and is_foreign(type(value).__module__):
         return None
@@ -137,6 +149,8 @@ def copy_of(value: Any) -> Any:
 
 def is_container(value: Any) -> bool:
     """Return whether a value is a container of Python whose contents can be put back."""
+    # deque| Subclasses of list are refilled in place like it. Of dicts only those whose `update`
+    # replaces items: that of a user's class may do anything.
     return isinstance(value, list | deque | defaultdict) or type(value) in (dict, set, Counter)
 
 

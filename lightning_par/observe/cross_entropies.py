@@ -81,8 +81,11 @@ class LookAtLosses(TorchFunctionMode):
             args = (args[0].double() * _SHARPER, *args[1:])
         if self._sharpens and function is F.embedding and any(map(_is_negative, args)):
             raise IndexError("index out of range in self")  # which a GPU would not survive
+        # `type` and not isinstance: `mask * False` of a bool is no weight of a term.
         if function in _PRODUCTS and any(type(a) in (int, float) and not a for a in args):
             self.has_zero = True
+        # The mode is off inside of its own `__torch_function__`: what `cross_entropy` itself
+        # calls is not noted a second time.
         result = function(*args, **kwargs)
         if function in _LOSSES:
             self._note(_LOSSES[function].bind(*args, **kwargs), result)
@@ -92,8 +95,10 @@ class LookAtLosses(TorchFunctionMode):
         bound.apply_defaults()
         given = bound.arguments
         labels = given["target"]
+        # Labels that are probabilities ignore nothing.
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return
+        # Weights of classes make another mean, which only the numbers can tell.
         is_mean = given["reduction"] == "mean" and given["weight"] is None
         is_number = isinstance(result, Tensor) and result.numel() == 1
         self.seen[self._index].append(
@@ -108,6 +113,7 @@ class LookAtLosses(TorchFunctionMode):
 
 
 def _place_of(labels: Tensor, batch: Any) -> int | None:
+    # By memory: the step may have cut or reshaped the labels (`labels[:, 1:].flatten()`).
     storage = labels.untyped_storage().data_ptr()
     held = [tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)]
     return held.index(storage) if held.count(storage) == 1 else None

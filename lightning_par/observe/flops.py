@@ -22,6 +22,7 @@ __all__ = ["FlopCounter"]
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the FLOPs of ``q k^T`` and of its product with v; masks save nothing, as in torch."""
+    # query [B, H, T, D], key [B, H, S, D]: 2 B H T S, to be multiplied by a head's width.
     scores = 2 * query.shape[:-1].numel() * key.shape[-2]
     return scores * (query.shape[-1] + value.shape[-1])
 
@@ -69,6 +70,7 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operator and add its FLOPs."""
         options = kwargs or {}
+        # Formulas are by packet, `aten.mm`, of all overloads.
         formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
         if formula is None and hasattr(func, "decompose") and is_composite(func):
             # Composite operators such as `linear` have no formula, their parts do.
@@ -81,6 +83,7 @@ class FlopCounter(TorchDispatchMode):
         if count is not None:
             # Inside a backward, grad mode is off except for what activation checkpointing
             # recomputes.
+            # `torch.utils.checkpoint` recomputes under `enable_grad`, within the backward's node.
             if is_in_backward() and torch.is_grad_enabled():
                 self.recomputed += count
             else:

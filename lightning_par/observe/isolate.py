@@ -43,6 +43,7 @@ def isolated(module: nn.Module) -> Iterator[None]:
         True
     """
     parameters = list(module.parameters())
+    # The tensors themselves, not copies: none is there while the step runs, so none is changed.
     kept = [parameter.grad for parameter in parameters]
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     with fork_all_rng(device), untouched(module):
@@ -70,11 +71,14 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
     with torch.inference_mode(False), torch.no_grad():
         parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
+    # A large model's weights would not fit twice; a step that writes to them is then not undone.
     if sum(tensor.nbytes for tensor in parameters) > _COPIED:
         parameters = []
+    # Submodules are restored by name below, and not as objects in attributes.
     seen = {id(part) for part in module.modules()}
     contents = [restore_of(parameter, seen) for parameter in parameters]
     hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
+    # Restores are made before the step, as each takes its copy now.
     state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
     parts = dict(module.named_modules())
@@ -82,6 +86,7 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         with outside_kept(parts.values()):
             yield
     finally:
+        # Children first: `_state` below walks over them, and must find those of before.
         for held, before in children:
             if held != before:
                 refill(held, before)
@@ -89,11 +94,13 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
             restore()
         for held, names in hooks:
             _drop_new(held, names)
+        # A list, since the dicts are changed while their names are gone through.
         for place, name in [key for key, _ in _state(module) if key not in state]:
             if (place, name) not in but:
                 _holder(parts[place], name).pop(name, None)
         for key, (value, restore) in state.items():
             if key not in but:
+                # Contents, then the name: the step may have bound it to something else.
                 restore()
                 place, name = key
                 _holder(parts[place], name)[name] = value
@@ -129,7 +136,10 @@ class StateOfParts:
         """Surrounds the step on the whole first, then on each part."""
         with untouched(self._module, but=self._changed):
             yield
+            # Inside of `untouched`, or all ends would be equal to the beginning.
             self._ends.append({name: copy_of(value) for name, value in _state(self._module)})
+            # The whole and the first part begin alike. What differs at their ends depends on the
+            # samples, and stays from then on as the step leaves it.
             if len(self._ends) == 2:
                 one, other = self._ends
                 both = one.keys() & other.keys()
@@ -158,6 +168,7 @@ def is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are the same, or arrays of the same entries."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+        # Meta tensors have no values that could differ.
         return kinds[0] == kinds[1] and (one.is_meta or torch.equal(one, other))
     try:
         return one is other or bool(np.all(one == other))

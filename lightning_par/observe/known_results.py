@@ -62,13 +62,17 @@ class KnownResults:
         key = self._key(func, args, kwargs, inputs)
         known = self._known.get(key) if key is not None else None
         if known is not None and known is not _UNKNOWN:
+            # `many`: list or tuple, in which the operation gives its results.
             many, results = known
             made = [self._make(result, inputs) for result in results]
+            # Inside a mode of others nothing can be made: computed, without forgetting the
+            # result.
             if not any(each is _UNKNOWN for each in made):
                 return many(made) if many is not None else made[0]
         out = compute()
         if key is not None and known is None:
             self._known[key] = self._results(out, inputs)
+            # E.g. `resize_` or `t_`: given out again, the argument would keep its old shape.
             if self._key(func, args, kwargs, []) != key:  # it has changed the layout of an argument
                 self._known[key] = _UNKNOWN
         return out
@@ -81,6 +85,7 @@ class KnownResults:
         if kwargs and not self._spell([*kwargs, *kwargs.values()], key, inputs):
             return None
         if len(inputs) > 1:
+            # Which arguments are one tensor: `add_(x, x)` and `add_(x, y)` have the same layouts.
             places: dict[int, int] = {}
             key += [places.setdefault(id(t), place) for place, t in enumerate(inputs)]
         return tuple(key)
@@ -89,12 +94,15 @@ class KnownResults:
         key.append(len(values))
         for value in values:
             if isinstance(value, Tensor):
+                # A sparse tensor has no strides, and a conjugate view of a complex one has a flag
+                # besides.
                 if value.layout is not torch.strided or value.dtype.is_complex:
                     return False
                 device = value.fake_device if isinstance(value, self._kind) else value.device
                 key += (value.shape, value.stride(), value.storage_offset(), value.dtype, device)
                 inputs.append(value)
             elif type(value) in _PLAIN:
+                # With the type, as 1, 1.0 and True are equal keys, but not equal arguments.
                 key += (type(value), value)
             elif not isinstance(value, list | tuple) or not self._spell(value, key, inputs):
                 return False
@@ -109,6 +117,7 @@ class KnownResults:
             for each, result in zip(out if many else [out], results, strict=True)
             if result is not _UNKNOWN and result is not None and result.source is None
         ]
+        # Two results in one new storage would each get one of their own.
         if any(result is _UNKNOWN for result in results) or len(storages) > len(set(storages)):
             return _UNKNOWN
         return many, results
@@ -116,6 +125,7 @@ class KnownResults:
     def _result(self, leaf: Any, inputs: Sequence[Tensor]) -> Any:
         if leaf is None:
             return None
+        # Itself first: it shares the storage with itself, too.
         for place, given in enumerate(inputs):
             if leaf is given:
                 return _Result(place)
@@ -127,6 +137,8 @@ class KnownResults:
             if storage_key(given.untyped_storage()) == storage_key(storage):
                 return _Result(place, layout)
         result = _Result(None, layout, leaf.fake_device)
+        # Tried at once: a storage that is larger than its tensor (`empty_strided` makes the
+        # least) would count too few bytes.
         again = self._make(result, inputs)
         is_same = again is not _UNKNOWN and again.untyped_storage().nbytes() == storage.nbytes()
         return result if is_same else _UNKNOWN
@@ -142,9 +154,11 @@ class KnownResults:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
             made = torch.empty(0, dtype=dtype, device="meta")
+        # A mode of others turned it into a tensor of its own.
         if type(made) is not Tensor:
             return _UNKNOWN  # inside a mode of others, as that in which DTensor looks shapes up
         if source is None:
             return self._kind(self._fakes, made, result.device)
+        # A view: the storage is the argument's, so that its bytes count once.
         made.set_(source.untyped_storage(), offset, shape, stride)
         return self._kind(self._fakes, made, source.fake_device)

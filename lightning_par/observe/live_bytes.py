@@ -54,6 +54,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         # FSDP frees what it has gathered without an operation.
+        # FSDP2 resizes the storage of a gathered parameter to 0 (`free_storage`), and calls no
+        # operator.
         original: Callable[..., Any] = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -97,6 +99,7 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tree: Any) -> None:
         """Count the storages of a nest of tensors from now on."""
+        # Most operations give one tensor; `tree_leaves` would take longer than the rest.
         for leaf in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
             if isinstance(leaf, Tensor) and self._has_memory(leaf):
                 self._count(leaf.untyped_storage())
@@ -115,15 +118,18 @@ class LiveBytes(TorchDispatchMode):
             if not self._has_memory(local):
                 continue
             self._count(local.untyped_storage())
+            # Not there if the storage is one of `besides`.
             held = self._held.get(storage_key(local.untyped_storage()))
             if held is None or (kind == COMMUNICATION and held.kind != ACTIVATIONS):
                 continue
+            # A tensor that was born after the peak has no part in it.
             for kinds in [self._kinds, *([self._at_peak] if held.born <= self._peak_born else [])]:
                 kinds[held.kind] -= held.size
                 kinds[kind] += held.size
             held.kind = kind
 
     def _has_memory(self, tensor: Tensor) -> bool:
+        # Subclasses wrap others, whose operations come by here themselves.
         return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -134,6 +140,8 @@ class LiveBytes(TorchDispatchMode):
         if held is None:
             self._born += 1
             held = self._held[key] = _Held(self._born)
+            # torch keeps the Python object of a storage as long as its memory (PyObject
+            # preservation), so it goes when the last tensor does.
             weakref.finalize(storage, self._forget, key)
         change = size - held.size  # it may have grown
         if not change:

@@ -43,12 +43,15 @@ class DoublePrecision(TorchFunctionMode):
         """Keep the dtype where the first argument is float64."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
+        # The first argument decides: its dtype is what is asked to change.
         if isinstance(first, Tensor) and first.dtype == torch.float64:
             if func is Tensor.float:
                 func = Tensor.double
+            # E.g. `x.to(torch.float32)`, `softmax(x, -1, dtype)`.
             args = [torch.float64 if a is torch.float32 else a for a in args]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        # Products take one dtype: what was made in float32 (positions) meets what stayed float64.
         if func in _PRODUCTS and any(_is_of(torch.float64, a) for a in args):
             args = [a.double() if _is_of(torch.float32, a) else a for a in args]
         return func(*args, **kwargs)
@@ -105,17 +108,21 @@ class WithoutDropout(TorchFunctionMode):
         """Call the function without dropout."""
         options = dict(kwargs or {})
         if func in _DROPOUTS:
+            # `torch.dropout(input, p, train)` names what `F.dropout` does otherwise.
             options = {_NAMES.get(name, name): v for name, v in options.items()}
             return self._keep_all(*args, **options)
         if func is F.scaled_dot_product_attention:
             at = _ATTENTION_DROPOUT
             given = args[at] if len(args) > at else options.pop("dropout_p", 0.0)
             self.calls += given > 0
+            # Called with 0 all the same: the attention itself has to be computed.
             args = [*args[:at], *([0.0] if len(args) > at else []), *args[at + 1 :]]
         if func is Tensor.bernoulli_:  # as stochastic depth draws what it keeps
             p = options.get("p", args[1] if len(args) > 1 else 0.5)
+            # A tensor of probabilities is no dropout, but data.
             if isinstance(p, float):
                 self.calls += 1
+                # Keeps all, or drops all where it mostly drops.
                 return args[0].fill_(float(p >= 0.5))
         return func(*args, **options)
 

@@ -62,11 +62,13 @@ def outside_state(owners: Iterable[object]) -> Callable[[], None]:
     Args:
         owners: The module, its parts and callbacks.
     """
+    # An iterator is walked through twice.
     owners, found = list(owners), _References()
     for kind in {type(owner) for owner in owners}:
         found.add_class(kind)
     for owner in owners:
         for value in vars(owner).values():
+            # Such as `model.loss = my_loss`: no method of the class.
             found.add_function(value)  # as one that was put on the object
 
     def put_back() -> None:
@@ -93,6 +95,7 @@ class _References:
         for base in kind.__mro__:
             if id(base) in self._seen or not _is_of_user(base.__module__):
                 continue
+            # Before its attributes, which may name the class again.
             self._seen.add(id(base))
             attributes = dict(vars(base))
             self.restores.append(partial(_restore_class, base, attributes))
@@ -101,6 +104,7 @@ class _References:
 
     def add_function(self, value: Any) -> None:
         """Add what a function, method, property or partial refers to; nothing of another value."""
+        # Of methods, partials, properties and decorated functions: what is inside of each.
         for name in ("__func__", "func", "fget", "__wrapped__"):
             inner = getattr(value, name, None) if not isinstance(value, type) else None
             if inner is not None:
@@ -121,9 +125,12 @@ class _References:
         for name in names:
             if name in namespace and (id(namespace), name) not in self._names:
                 self._names.add((id(namespace), name))
+                # Bound again at the end, and its contents restored if it is a container.
                 value = namespace[name]
                 self.restores.append(partial(namespace.__setitem__, name, value))
                 self._add(value)
+                # `helpers.count += 1`: the name is an attribute of a module of the user's. With
+                # all names of the function, as bytecode does not say which belong to which.
                 if isinstance(value, ModuleType) and _is_of_user(value.__name__):
                     self._add_names(vars(value), names)
 
@@ -142,6 +149,8 @@ class _References:
             self.add_class(value)
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
             self.add_function(value)
+        # random.Random):| Before the next branch: torchmetrics' classes are of a package, their
+        # states are the user's.
         elif isinstance(value, Metric | random.Random):  # which steps change, although not theirs
             self.restores.append(restore_of(value, self._seen))
         elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):
@@ -158,6 +167,7 @@ def _is_of_a_package(value: Any) -> bool:
     return not kept and hasattr(value, "__dict__") and not _is_of_user(type(value).__module__)
 
 
+# Asked for every value; reading `__file__` is what costs.
 @cache
 def _is_of_user(module_name: str | None) -> bool:
     """Whether a module is no part of Python or of a package that was installed."""
@@ -171,8 +181,10 @@ def _is_of_user(module_name: str | None) -> bool:
 
 
 def _restore_class(kind: type, attributes: dict[str, Any]) -> None:
+    # What the step has put on the class.
     for name in vars(kind).keys() - attributes.keys():
         delattr(kind, name)
     for name, value in attributes.items():
+        # Compared first: some attributes of a class (`__dict__`, slots) cannot be set.
         if vars(kind).get(name) is not value:
             setattr(kind, name, value)

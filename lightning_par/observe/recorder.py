@@ -41,6 +41,7 @@ __all__ = [
 
 _RUN, _MOST_RUN = 5e6, 5e7  # parameters of a model that is run at once, or if it needs values
 _TENSOR: Any = Tensor
+# As a `TorchFunctionMode` sees the access of `p.grad`.
 _GRADIENT = _TENSOR.grad.__get__
 _LEAKS = ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist")
 
@@ -177,6 +178,7 @@ def trace_forward(model: nn.Module, run: Callable[[Any], Any], example: Any) -> 
         Exception: Whatever `run` raises.
     """
     size = sum(p.numel() for p in model.parameters())
+    # Meta first: running a large model on the CPU takes minutes.
     if size > _RUN:
         try:
             return _trace(model, run, example, on_meta=True)
@@ -188,11 +190,13 @@ def trace_forward(model: nn.Module, run: Callable[[Any], Any], example: Any) -> 
 
 
 def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta: bool) -> Trace:
+    # With the same `requires_grad`, by which values are told apart.
     def stand_in(tensor: Tensor) -> Tensor:
         if on_meta:
             made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         elif tensor.device.type == "meta":
             made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            # Not zeros: a model's branch or a division may depend on the values.
             made = made.normal_(0, 0.02) if made.is_floating_point() else made
         else:
             made = tensor.detach().cpu().clone()
@@ -200,17 +204,21 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
 
     recorder = _Recorder()
     with ExitStack() as stack:
+        # First in, last out: generators are put back when nothing draws any more.
         stack.callback(recorder.rewind)
         stack.enter_context(fork_all_rng(torch.device("cpu")))
         stack.enter_context(_preserved(model))
         stack.enter_context(torch.enable_grad())
+        # Inside of `_preserved`, which puts the user's own parameters back.
         recorder.take_over(model, stand_in)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        # Floating inputs in the dtype of the weights, as precision plugins convert them.
         batch = _with_tensors(example, lambda tensor: stand_in(_cast(tensor, dtype)))
         for path, tensor in input_paths(batch):
             recorder.name(tensor, kind="input", name=path)
         if on_meta:
             stack.enter_context(torch.device("meta"))  # what the forward makes is there, too
+        # Last: what is made above is no operation of the forward.
         stack.enter_context(watch(model, recorder))
         result = run(batch)
         recorder.trace.result = recorder.values(tensors_in(result))
@@ -226,8 +234,10 @@ def _with_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
         held = _attributes(value)
         if held is None:
             return value
+        # A copy: the example is the user's batch.
         made = copy.copy(value)
         for name, inside in held.items():
+            # Past a frozen dataclass's own.
             object.__setattr__(made, name, _with_tensors(inside, function))
         return made
 
@@ -237,6 +247,7 @@ def _with_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object of a batch that holds tensors; None of other values."""
     held = getattr(value, "__dict__", {})
+    # Only objects with tensors: others are passed on as they are.
     is_held = not isinstance(value, Tensor | nn.Module) and any(map(tensors_in, held.values()))
     return dict(held) if is_held else None
 
@@ -253,12 +264,14 @@ def _preserved(model: nn.Module) -> Iterator[None]:
     """
     held = []
     for module in list(model.modules()):
+        # `vars(module)` holds `_parameters` and `_buffers`, too: replaced stand-ins go with them.
         inside = {k: v.copy() for k, v in vars(module).items() if isinstance(v, dict | list | set)}
         held.append((module, dict(vars(module)), inside))
     try:
         yield
     finally:
         for module, attributes, inside in held:
+            # Past `Module.__setattr__`, which would register again.
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for name, items in inside.items():
@@ -290,6 +303,8 @@ class _Recorder(Watcher):
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
+                # Of tied parameters one stand-in, and one name: the first, as `named_parameters`
+                # has it.
                 if id(parameter) not in made:
                     plain = stand_in(parameter.detach())
                     made[id(parameter)] = like_parameter(parameter, plain)
@@ -321,6 +336,7 @@ class _Recorder(Watcher):
 
     def on_module(self, call: ModuleCall) -> None:
         """Record what it returned."""
+        # Hooks are called in pairs, so the last call that began is the one that ends.
         recorded = self.trace.calls[self._active.pop()]
         recorded.outputs, recorded.done = self.values(tensors_in(call.output)), True
 
@@ -334,6 +350,7 @@ class _Recorder(Watcher):
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
         )
+        # Kept alive, as its id would be given to another tensor after it.
         if id(tensor) not in self._values:
             self._alive.append(tensor)
             self._sharing.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
@@ -344,12 +361,14 @@ class _Recorder(Watcher):
         """Return the present values of tensors."""
         for tensor in tensors:
             if id(tensor) not in self._values:
+                # Never named so far: it was made where no function of torch was called.
                 self.name(tensor, kind="unknown" if tensor.requires_grad else "constant")
         return tuple(self._values[id(tensor)] for tensor in tensors)
 
     def before_function(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note the values that it is given, and from where its generator draws."""
         generator = kwargs.get("generator")
+        # `fork_all_rng` knows torch's own generators alone.
         if generator is not None and generator not in self._generators:
             self._generators[generator] = generator.get_state()
         self._inputs = self.values(tensors_in((args, kwargs)))
@@ -359,12 +378,14 @@ class _Recorder(Watcher):
         if call.function == _GRADIENT:
             return  # depends on no value of the parameter
         index, results = len(self.trace.operations), tensors_in(call.result)
+        # The rest of the results were there before: arguments, perhaps changed in place.
         made = [t for t in results if id(t) not in self._values]
         if not call.written and not results:
             if call.name not in _LEAKS:
                 return  # a shape or the like
             self.trace.leaks.append(index)
         for tensor in call.written:
+            # All views of the memory have new values with it, also those made before.
             for other in self._sharing[storage_key(tensor.untyped_storage())]:
                 self.name(other, kind="made", maker=index)
         for tensor in made:

@@ -75,6 +75,7 @@ class StepRecord:
     @property
     def is_finite(self) -> bool:
         """Whether every loss and gradient is."""
+        # None: not seen, which is no sign of trouble.
         found = [g for gradients in self.gradients for g in (gradients or {}).values()]
         return all(map(math.isfinite, self.losses)) and all(bool(g.isfinite().all()) for g in found)
 

@@ -145,6 +145,7 @@ def watch(module: nn.Module, *watchers: Watcher) -> Iterator[nn.Module]:
     """
     stack: list[ModuleCall] = []
 
+    # Before the stack grows: a watcher of modules sees the call from outside.
     def begin(fqn: str, part: nn.Module, args: Any, kwargs: Any) -> None:
         call = ModuleCall(fqn=fqn, module=part, args=args, kwargs=kwargs)
         for watcher in watchers:
@@ -157,8 +158,10 @@ def watch(module: nn.Module, *watchers: Watcher) -> Iterator[nn.Module]:
             watcher.on_module(call)
 
     with ExitStack() as opened:
+        # Hooks first and modes last: the modes do not see what hooks of ours compute.
         opened.enter_context(called_around(module, begin, end))
         for mode, name in ((_Operators, "on_operator"), (_Functions, "on_function")):
+            # A mode costs a call of Python for every operation, so only where one is wanted.
             seeing = [w for w in watchers if getattr(type(w), name) is not getattr(Watcher, name)]
             if seeing:
                 opened.enter_context(mode(seeing, stack))
@@ -178,6 +181,8 @@ def called_around(
     """
     with ExitStack() as hooks:
         for fqn, module in model.named_modules():
+            # Not `always_call`: of a forward that raises, `after` is not called, and the watch
+            # ends.
             first = module.register_forward_pre_hook(partial(before, fqn), with_kwargs=True)
             hooks.callback(first.remove)
             hooks.callback(module.register_forward_hook(partial(after, fqn)).remove)
@@ -194,6 +199,8 @@ class _Functions(TorchFunctionMode):
         inputs = tensors_in((args, kwargs))
         for watcher in self._watchers:
             watcher.before_function(func, args, kwargs)
+        # The version counter of each, which every writing in place advances, through views as
+        # well.
         before = [count_of_changes(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
         call = FunctionCall(

@@ -51,6 +51,7 @@ class WeightlessTensors(LiveBytes):
 
     def __init__(self, besides: Any = ()) -> None:
         super().__init__(besides)
+        # Real tensors may take part, as small ones here are real.
         self._fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake = type(self._fakes.from_tensor(torch.empty(1)))
         self._known = KnownResults(self._fakes, self._fake)
@@ -59,6 +60,7 @@ class WeightlessTensors(LiveBytes):
     @override
     def __enter__(self) -> Self:
         # Selective checkpointing passes every question for a device on, which takes long.
+        # Their classes are private to torch, but made by this function.
         for mode in {type(each) for each in create_selective_checkpoint_contexts([])}:
             self._open.enter_context(
                 replaced(mode, "__torch_dispatch__", _with_devices(mode.__torch_dispatch__))
@@ -95,12 +97,14 @@ class WeightlessTensors(LiveBytes):
         if kwargs:
             _gather_tensors(tuple(kwargs.values()), tensors)
         fakes: list[Any] = [t for t in tensors if isinstance(t, self._fake)]
+        # DTensor's sharding propagation runs operations in a fake mode of its own.
         foreign = [t for t in fakes if t.fake_mode is not self._fakes]
         if foreign:  # DTensor finds out shapes; they take no memory in the run either
             with self._fakes if len(foreign) < len(fakes) else nullcontext():
                 return func(*args, **kwargs)
         if fakes:
             out = self._without_values(func, args, kwargs, tensors)
+        # A factory function (`empty`, `randn`): only here is there a choice of the kind.
         elif not tensors and not self._pauses:
             out = self._make(func, args, kwargs)
         else:
@@ -112,34 +116,44 @@ class WeightlessTensors(LiveBytes):
     def _has_memory(self, tensor: Tensor) -> bool:
         if self._asides:
             return False
+        # A fake tensor has no bytes, but those that it would have count.
         if isinstance(tensor, self._fake):
             return tensor.device.type != "meta"
         return super()._has_memory(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that makes a tensor from nothing."""
+        # Made without memory first: its size says whether it may be real.
         with self._fakes:
             out = func(*args, **kwargs)
+        # On meta it has no memory either way.
         if not isinstance(out, Tensor) or out.device.type == "meta":
             return func(*args, **kwargs)
         limit = _SMALL if out.is_floating_point() else _SMALL_COUNTS
         if out.numel() > limit:
             return out
+        # Run once more, for real. The fake one has drawn no random number.
         made = func(*args, **kwargs)
         # What nothing is received into has to be finite.
         return made.zero_() if func in _EMPTY and out.is_floating_point() else made
 
     def _without_values(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        # Python wants a number: see Note [Two kinds of tensors].
         if func is item_operator:
             return self._scalar(func, args[0]).item()
+        # The group counts the call and matches it with those of other ranks; it has no bytes to
+        # move.
         if func.namespace == "c10d":
             return _communicate(func, args, kwargs)
+        # The number of entries that a mask chooses depends on values, which the real mask has.
         if func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
             args = (args[0], _places(args[1]), *args[2:])
         out = self._known.of(func, args, kwargs, partial(self._compute_shapes, func, args, kwargs))
+        # No device's kernel ran, in which a hook would have seen it.
         if func.namespace == "_c10d_functional":
             report_functional(operator_schema(func).name.rpartition("::")[2], args, out)
             return out
+        # A view, or what was written in place, stays the tensor that it is.
         if _gives_new(func):
             choices = partial(_choices, func, args, kwargs, tensors[0])
             out = tree_map(lambda t: self._value(func, t, choices), out)
@@ -155,6 +169,7 @@ class WeightlessTensors(LiveBytes):
             fake = torch.empty_strided(
                 leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
             )
+            # The fake is kept, or its id might be given to the next one.
             stand_ins[id(fake)] = fake, leaf
             return fake
 
@@ -170,6 +185,7 @@ class WeightlessTensors(LiveBytes):
         if leaf.ndim == 0:
             return self._scalar(func, leaf)
         if leaf.dtype == torch.int64 and leaf.numel() <= _SMALL_COUNTS:
+            # Indices have to be within bounds for what comes next (a gather, an embedding).
             return (torch.arange(leaf.numel()) % choices()).view(leaf.shape)
         return leaf
 
@@ -196,6 +212,7 @@ WeightlessTensors.__torch_dispatch__ = WeightlessTensors._answer  # type: ignore
 def _gather_tensors(values: Any, into: list[Tensor]) -> None:
     """Append the tensors among arguments; pytrees, which know more kinds, take far longer."""
     for value in values:
+        # Tensors among arguments of operators are in lists at most.
         if isinstance(value, Tensor):
             into.append(value)
         elif isinstance(value, list | tuple):
@@ -212,6 +229,7 @@ def _choices(func: Any, args: Any, kwargs: Any, source: Tensor) -> int:
     """Return the number of choices along the dim of an operation that may choose."""
     names = [argument.name for argument in operator_schema(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # top-k and argmax choose along their `dim`, by default the last.
     dim = given.get("dim")
     return max(1, source.shape[dim if isinstance(dim, int) else -1]) if source.ndim else 1
 
@@ -232,6 +250,7 @@ def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
     def empty(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        # On the CPU, whatever the device: nothing is sent.
         stand_in = torch.empty(0, dtype=leaf.dtype)
         originals[id(stand_in)] = stand_in, leaf
         return stand_in
