@@ -46,6 +46,8 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
+    # Registered on every call, which replaces the entry by itself: names are global in
+    # transformers.
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _pass_padding)
     _, model = found
@@ -57,6 +59,7 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def use(kind: str) -> None:
+        # `set_attn_implementation` walks over all submodules.
         if attention_of(model) != kind:
             model.set_attn_implementation(kind)
 
@@ -94,6 +97,7 @@ def _scale_by_whole_length(rotary: nn.Module, axis: SequenceShard) -> None:
     """
 
     def around(inner: Forward) -> Forward:
+        # By the inner forward's names, as models give positions by place or by keyword.
         signature = inspect.signature(inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -101,11 +105,14 @@ def _scale_by_whole_length(rotary: nn.Module, axis: SequenceShard) -> None:
                 return inner(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             places: Tensor = bound.arguments["position_ids"]
+            # Reached by every rank of the axis, as all of them run the same forward.
             last = all_reduce(places.max()[None], axis.group, "max")
+            # One more position, the last of the whole sequence: [.., t] becomes [.., t + 1].
             bound.arguments["position_ids"] = torch.cat(
                 [places, last.expand(*places.shape[:-1], 1)], -1
             )
             found = inner(*bound.args, **bound.kwargs)
+            # cos and sin, [B, t + 1, H] each.
             return tree_map(lambda t: t[..., :-1, :], found)  # without the last position
 
         return forward
@@ -126,6 +133,7 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers expects it: [B, N, t, H] in, [B, t, N, H] out."""
+    # Each rank sees a part of the scores, and would have to drop what one process drops.
     if dropout > 0:
         raise ConfigurationError(
             "LP305",
@@ -140,6 +148,7 @@ def _attend(
             f"{type(module).__name__} changes its attention weights ({', '.join(beside)}), which "
             "is not supported on divided sequences. Use context_parallel_size=1.",
         )
+    # As transformers' own functions decide: the argument, else the module, else causal.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = None if attention_mask is None else attention_mask.bool()
     # As flash-attn counts: the token itself is one of so many.
@@ -156,9 +165,11 @@ def _pass_padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> T
 
 def _check_packing(batch: Any) -> None:
     """Refuse packed documents, which transformers finds by positions that start again."""
+    # With a mask that is given, transformers does not look for documents in the positions.
     if not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
         return
     positions = batch.get("position_ids")
+    # Of the whole batch, before it is divided: the ranks' own positions (zigzag) jump anyway.
     if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
         raise ConfigurationError(
             "LP305",

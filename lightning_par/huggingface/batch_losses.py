@@ -22,12 +22,14 @@ def why_whole_batch(model: Any) -> str | None:
     Returns:
         The reason and the cure; None if it can be divided.
     """
+    # Each of these is the loss of a whole batch: the mean over parts is another number.
     name, config = type(model).__name__, model.config
     if getattr(config, "output_router_logits", False):
         return (
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens of "
             f"a batch. Set output_router_logits=False in its configuration. {_CURE}"
         )
+    # CLIP and its kind: a contrastive loss.
     if isinstance(getattr(model, "logit_scale", None), nn.Parameter) and hasattr(
         config, "vision_config"
     ):

@@ -51,15 +51,19 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
         )
     dot = f"{found['prefix']}." if found["prefix"] else ""
     weights = reader.weights()
+    # Names only: iterating the mapping reads no tensor.
     names = [n for n in weights if n.startswith(dot) and n not in reader.index.aliases]
     values = {n.removeprefix(dot): weights.find(n) for n in names}
     stored = {n: v for n, v in values.items() if isinstance(v, StoredTensor)}
     config = json.loads(found["config"])
+    # The dtype of the weights as stored, not that which the model was configured with: precision
+    # plugins may have changed it.
     floating = (str(v.dtype) for v in stored.values() if v.dtype.is_floating_point)
     config["dtype"] = next(floating, "torch.float32").removeprefix("torch.")
     model = _on_meta(config)
     _check_names(model, stored, {n.removeprefix(dot) for n in reader.index.aliases}, found)
     moves = sum(v.nbytes for v in stored.values())
+    # The folder appears at once, with all of its files.
     with replacing(path) as partial, counted("read", f"exporting {path.name}", moves):
         partial.mkdir()
         files = _write_files(partial, _as_saved(model, stored), max_shard_bytes)
@@ -71,6 +75,7 @@ def _on_meta(config: Mapping[str, Any]) -> Any:
     """Return the model of a configuration, without memory."""
     import transformers
 
+    # `describe_model` wrote exactly one.
     (architecture,) = config["architectures"]
     kind = getattr(transformers, architecture, None)
     if kind is None:
@@ -79,6 +84,7 @@ def _on_meta(config: Mapping[str, Any]) -> Any:
             f"transformers has no {architecture}: use --out NAME.safetensors --below MODULE for "
             "the weights, and save the configuration with config.save_pretrained.",
         )
+    # For names, shapes and conversions; nothing of the weights is needed for those.
     with torch.device("meta"):
         return kind(kind.config_class.from_dict(dict(config)))
 
@@ -97,6 +103,7 @@ def _check_names(
         aliases: Names of tied weights that are stored under another one.
         found: What the checkpoint says of its model.
     """
+    # Buffers count, too, if they are in the state dict.
     wanted = {name: t.shape for name, t in model.state_dict().items() if name not in aliases}
     missing = [name for name in wanted if name not in stored]
     other = [name for name in stored if name not in wanted]
@@ -134,9 +141,12 @@ def _as_saved(model: Any, stored: Mapping[str, StoredTensor]) -> Iterator[tuple[
 
     groups: dict[str, list[str]] = {}
     for name in stored:
+        # "model.layers.0.": of a block whose experts are stored one by one, all parts are needed
+        # at once. What is in no block is read alone.
         block = re.match(r".*?\.\d+\.", name)
         groups.setdefault(block.group() if block else name, []).append(name)
     for members in groups.values():
+        # E.g. one tensor of all experts in memory becomes one per expert in the file.
         values = revert_weight_conversion(model, {name: stored[name].read() for name in members})
         yield from ((name, value.contiguous()) for name, value in values.items())
 
@@ -150,6 +160,7 @@ def _write_files(
     total = 0
 
     def flush() -> None:
+        # The final names hold the number of files, which is not known yet.
         name = f"part-{len(written)}"
         save_file(held, folder / name, metadata={"format": "pt"})
         written[name] = list(held)
@@ -157,9 +168,11 @@ def _write_files(
 
     for name, value in values:
         total += value.nbytes
+        # A tensor that is larger than a file may be gets a file of its own.
         if held and value.nbytes + sum(v.nbytes for v in held.values()) > max_bytes:
             flush()
         held[name] = value
+    # Never empty: `_check_names` has found weights.
     flush()
     count = len(written)
     final: dict[str, list[str]] = {}

@@ -28,7 +28,9 @@ def gathered_styles(model: Any) -> dict[str, TensorStyle]:
     """
     styles: dict[str, TensorStyle] = {}
     for name, module in model.named_modules():
+        # The empty name is the model itself, which no pattern can name.
         if name and next(module.parameters(recurse=False), None) is not None:
+            # `type` and not isinstance: a subclass may compute something else with its weight.
             gathered = type(module) is nn.Linear and module.out_features >= _LEAST_FEATURES
             styles[name] = "colwise_gather_output" if gathered else "replicated"
     styles |= vocabulary_styles(model)
@@ -36,9 +38,12 @@ def gathered_styles(model: Any) -> dict[str, TensorStyle]:
     tied: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, kind = name.rpartition(".")
+        # By identity: tied modules share one parameter, and it is sharded once.
         if kind == "weight" and owner in styles:
             tied.setdefault(id(parameter), set()).add(owner)
     for owners in tied.values():
+        # Tied with different dims, or read by a module around it: one tensor cannot be two
+        # shards, and a shard would be taken for the whole.
         if len({TENSOR_STYLES[styles[owner]].weight_dim for owner in owners}) > 1 or owners & read:
             styles |= dict.fromkeys(owners, "replicated")
     return styles
@@ -50,6 +55,8 @@ def _read_elsewhere(model: nn.Module) -> Iterator[str]:
         for use in uses_of(cast(Any, type(module))):
             owner: Any = module
             for depth, name in enumerate(use.chain):
+                # ("lm_head", "weight"): depth 1 and more, as a module's own weight is not read
+                # elsewhere.
                 if name in ("weight", "bias") and depth:
                     if not use.chain[depth + 1 :]:  # not only its dtype, or its device
                         yield ".".join([*([outer] if outer else []), *use.chain[:depth]])

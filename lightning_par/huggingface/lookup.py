@@ -20,12 +20,14 @@ def find_model(module: nn.Module) -> tuple[str, Any] | None:
         None if there is no such model, or several beside each other. The FQN is empty if `module`
         is the model.
     """
+    # Importing it takes seconds.
     if "transformers.modeling_utils" not in sys.modules:  # then nobody can have made one
         return None
     from transformers import PreTrainedModel
 
     found: dict[str, Any] = {}
     for name, child in module.named_modules():
+        # `named_modules` gives outer modules first.
         inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
         if isinstance(child, PreTrainedModel) and not inside:
             found[name] = child
@@ -46,6 +48,7 @@ def describe_model(module: nn.Module) -> dict[str, str] | None:
     if found is None:
         return None
     prefix, model = found
+    # A copy: `architectures` is set, which the user's own may lack.
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     return {"prefix": prefix, "config": json.dumps(json.loads(config.to_json_string()))}

@@ -46,6 +46,8 @@ def find_huggingface_plan(module: nn.Module) -> ParallelPlan | None:
         return None
     prefix, model = found
     plan = derive_plan(model).under(prefix)
+    # Only where something is sharded do the others need to be named: a tensor axis leaves no
+    # module with parameters unmentioned.
     if not prefix or not plan.tensor:
         return plan
     beside = {
@@ -60,6 +62,7 @@ def derive_plan(model: Any) -> ParallelPlan:
     Args:
         model: A `transformers.PreTrainedModel`; parameters may be on meta.
     """
+    # Found once: every other field is about these blocks.
     stages = find_stages(model)
     blocks = stages.blocks
     plan = ParallelPlan(
@@ -76,6 +79,7 @@ def derive_plan(model: Any) -> ParallelPlan:
     undivided = _why_not_divided(model, len(stages.containers))
     if undivided is not None:
         refusals["context"] = undivided
+    # Refusals are texts kept in the plan, raised when an axis is asked for.
     whole = why_whole_batch(model)
     if whole is not None:
         refusals["batch"] = whole + " " + _PASTE.format("")
@@ -94,6 +98,8 @@ def derive_plan(model: Any) -> ParallelPlan:
         )
     plan = _with(plan, refusals=refusals)
     styles = InBlockStyles(model, blocks) if isinstance(blocks, str) else None
+    # One module that is not understood makes the pairs of colwise and rowwise unsafe, so that
+    # every layer's output is gathered instead.
     if styles is None or styles.problems:
         return _with(plan, tensor=gathered_styles(model), sequence_region="none")
     return _with(
@@ -125,10 +131,12 @@ def _batch_layout(model: Any) -> BatchLayout:
     ids = {"input_ids": 1, **dict.fromkeys(_OPTIONAL, 1)}
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         ids = {}  # an image or a sound, which is no sequence of tokens yet
+    # A model without a loss of its own: the user's step has one.
     if model.loss_type is None and not name.endswith("LMHeadModel"):
         return BatchLayout(sequence_dims=ids, optional=_OPTIONAL if ids else ())
     if model.loss_type in ("ForMaskedLM", "ForTokenClassification"):
         return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
+    # The source and the target are sequences of different lengths; only the labels are averaged.
     if model.config.is_encoder_decoder:
         return BatchLayout(sequence_dims={"labels": 1}, labels="labels")
     if (model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel")) and not _shifts(model):
@@ -147,6 +155,7 @@ def _batch_layout(model: Any) -> BatchLayout:
 
 def _shifts(model: Any) -> bool:
     """Tell whether a causal model moves the labels itself; some take them moved already."""
+    # Read from the source, as nothing in the configuration says it.
     source = inspect.getsource(inspect.unwrap(type(model).forward))
     return "loss_function" in source or "shift" in source
 
@@ -192,6 +201,7 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
 
 def _gives_window(model: Any) -> bool:
     """Tell whether the attention of a model is told its window, not only the mask."""
+    # The attention modules of a model are in the file of the model.
     sources = {inspect.getmodule(type(module)) for module in model.modules()}
     return any(
         "sliding_window=" in call
@@ -213,9 +223,11 @@ def _captured(model: Any, containers: Sequence[nn.Module]) -> dict[str, int]:
             if "hidden_states" in key or "attentions" in key:
                 continue
             for entry in entries if isinstance(entries, list) else [entries]:
+                # `OutputRecorder` of transformers, or the class itself.
                 kind: Any = getattr(entry, "target_class", entry)
                 index = getattr(entry, "index", 1)
                 for block in (block for blocks in containers for block in blocks.children()):
+                    # Names within a block; empty would be the block, whose output goes on anyway.
                     names = (n for n, m in block.named_modules() if n and isinstance(m, kind))
                     found |= dict.fromkeys(names, index)
     return found

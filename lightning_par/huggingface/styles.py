@@ -63,6 +63,8 @@ class InBlockStyles:
     @staticmethod
     def _plan_of(model: Any, blocks: str) -> dict[str, str]:
         own = getattr(model, "tp_plan", None) or {}
+        # Only of the blocks: what a plan says of the vocabulary is decided by
+        # `vocabulary_styles`.
         given = {k: v for k, v in own.items() if k.startswith(f"{blocks}.")}
         if given:
             return given
@@ -75,13 +77,17 @@ class InBlockStyles:
     def _containers(self, modules: dict[str, nn.Module]) -> None:
         """Give a style to what surrounds sharded layers: it takes the whole sequence."""
         for fqn, module in modules.items():
+            # The module that holds sharded layers is where the sequence is gathered.
             style, (parent, _, name) = self._style_of(fqn), fqn.rpartition(".")
             if style in _COLUMNS:
                 self.tensor[parent] = "gather_sequence"
                 if name in ("c_attn", "k_proj", "key", "query_key_value"):
                     self.counts[parent] = dict(self._heads())
+                # GPT-2's attention splits q, k, v by its own `split_size`, which has to be that
+                # of a rank.
                 if style == "fused_qkv_transposed":
                     self.divided[parent] = ("num_heads", "split_size")
+                # transformers' Conv1D reshapes its output to `nf` features.
                 if isinstance(getattr(module, "nf", None), int):
                     self.divided[fqn] = ("nf",)
             elif style == "moe_tp_experts":
@@ -111,12 +117,16 @@ class InBlockStyles:
             if given not in _OURS:
                 self.problems.append(f"{fqn} has the style {given!r}, which is not supported.")
             return _OURS.get(given)
+        # Before the rules for the rest: a factor is inside of what is gathered.
         adapted = self._adapter_style(fqn)
         if adapted is not None:
             return adapted
+        # Styles of what it is in: containers are done first.
         around = {s for p, s in self.tensor.items() if fqn.startswith(p + ".")}
+        # A router, beside experts that see the whole sequence.
         if "whole_inside" in around and "gather_sequence" not in around:
             return "replicated"
+        # A norm between blocks' parts sees only its tokens of the sequence.
         if "norm" in type(module).__name__.lower() and not around:
             return "sequence_parallel"
         self.problems.append(
@@ -129,6 +139,7 @@ class InBlockStyles:
         """Give the style of a part of a low-rank adapter, which wraps a layer as `base_layer`."""
         parts = fqn.split(".")
         for place, part in enumerate(parts):
+            # The plan names the layer that was there before the adapter wrapped it.
             style = self._style_of(".".join(parts[:place]))
             if part == "base_layer" and style in _OURS:
                 return _OURS[style]
@@ -143,6 +154,7 @@ def _named_modules(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     """
     container = model.get_submodule(blocks)
     kinds = {
+        # Alike by names and classes, at any depth.
         tuple((name, type(module)) for name, module in block.named_modules())
         for block in container.children()
     }

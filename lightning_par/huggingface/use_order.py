@@ -33,9 +33,11 @@ class UseOrder:
 
     def __init__(self, model: nn.Module, containers: Sequence[str]) -> None:
         self._order: list[str] = []
+        # Those that have not run yet, where the walk is.
         self._ahead = list(containers)
         self.spans: dict[str, tuple[int, int]] = {}
         self._walk(model, "")
+        # A container that the walk has not met makes every count wrong, so none is given.
         complete = not self._ahead
         self.containers = tuple(self._order) if complete else tuple(containers)
         self.spans = self._with_parents() if complete else {}
@@ -48,15 +50,18 @@ class UseOrder:
                 continue
             fqn, used = found
             inside = [c for c in self._ahead if _is_in(c, fqn)]
+            # A list of lists runs all of those inside of it.
             if fqn in self._ahead or isinstance(used, nn.ModuleList):
                 self._order += inside
                 self._ahead = [c for c in self._ahead if c not in inside]
             elif inside and isinstance(used, nn.Module):
                 self._walk(used, fqn + ".")
+            # A use that is not on the way to blocks, nor of a block: what the spans are about.
             if not inside and not any(_is_in(fqn, c) or _is_in(c, fqn) for c in self._order):
                 loops = (self._resolve(module, prefix, chain) for chain in use.loops)
                 around = [loop[0] for loop in loops if loop is not None]
                 now = len(self._order)
+                # In a loop over a container: some of it runs before the container has ended.
                 before = now - sum(any(_is_in(c, a) for a in around) for c in self._order)
                 low, high = self.spans.get(fqn, (before, now))
                 self.spans[fqn] = min(low, before), max(high, now)
@@ -68,11 +73,13 @@ class UseOrder:
         names: list[str] = []
         found: object = None
         for name in chain:
+            # As `Module.__getattr__` finds them; instance attributes are no modules.
             parts: Mapping[str, object] = {**module._parameters, **module._modules}
             if parts.get(name) is None:
                 break
             names.append(name)
             found = parts[name]
+            # Not into blocks, whose own parts are of no concern.
             if not isinstance(found, nn.Module) or prefix + ".".join(names) in self._ahead:
                 break
             module = found
@@ -123,8 +130,10 @@ class _Reader:
 
     def read(self, method: str) -> Iterator[_Use]:
         """Yield the uses in a method, and in the methods of the same object that it calls."""
+        # A method that calls itself would be read for ever.
         if method in self._inside or len(self._inside) > _DEPTH:
             return
+        # static: a property would be called on the class.
         function = inspect.getattr_static(self._kind, method, None)
         function = getattr(function, "fget", function)
         try:
@@ -142,6 +151,8 @@ class _Reader:
             yield from self._visit(node)
 
     def _visit(self, node: ast.AST) -> Iterator[_Use]:
+        # In the order in which Python evaluates, not in that of the text: arguments before the
+        # call, the value before the target.
         chain = self._chain(node)
         if chain is not None:
             yield from self._use(chain)
@@ -176,11 +187,13 @@ class _Reader:
         while isinstance(node, ast.Attribute | ast.Subscript):
             if isinstance(node, ast.Attribute):
                 names.insert(0, node.attr)
+            # `self.layers[0].norm` names a part of an entry, which is not known here.
             elif names:
                 return None
             node = node.value
         if isinstance(node, ast.Name) and node.id == "self":
             return tuple(names) or None
+        # `getattr(self, "encoder")`, or with the name in an attribute of the class.
         match node:
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), what, *_]):
                 return self._named(what)

@@ -40,10 +40,12 @@ def adapt_weights(module: nn.Module, stored: StoredTensors, names: Iterable[str]
         CheckpointError: Weights would have to be computed, and not only put together.
     """
     found = find_model(module)
+    # All names known: written by this package, or by a model of these very names.
     if found is None or set(stored) <= set(names):
         return stored
     prefix, model = found
     dot = f"{prefix}." if prefix else ""
+    # `rename_source_key` asks for a mapping of names, and looks only at the keys.
     known = {name.removeprefix(dot): True for name in names if name.startswith(dot)}
     parts = _sort_parts(model, stored, known)
     entries: dict[str, Any] = {}
@@ -73,9 +75,11 @@ def _sort_parts(
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     ignored = [re.compile(p) for p in ignored_keys(model)]
     found: dict[str, tuple[Any, _Parts]] = {}
+    # In the order of the experts' numbers: they are stacked as they come.
     for key in sorted(stored, key=_natural):
         base = model.base_model_prefix
         name, pattern = rename_source_key(key, renamings, converters, base, known)
+        # As `from_pretrained` does: an old buffer of positions, say.
         if name not in known and any(p.search(name) for p in ignored):
             continue
         converter = None if pattern is None else by_pattern[pattern]
@@ -96,9 +100,12 @@ def _join(name: str, converter: Any, sources: _Parts) -> StoredTensor:
     operations = list(converter.operations)
     ordered = [sources[p] for p in converter.source_patterns if p in sources]
     merged = [tensor for tensors in ordered for tensor in tensors]
+    # Stacked along a new first dim: a chunk per expert, each of its own file and key.
     if operations and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0:
         merged = [_stack(tensors) for tensors in ordered]
+        # What is left at the end would be arithmetic, which boxes of files cannot express.
         operations = operations[1:]
+    # gate and up, one behind the other in one tensor.
     if operations and isinstance(operations[0], Concatenate):
         merged = [_concatenate(merged, operations[0].dim)]
         operations = operations[1:]
@@ -116,6 +123,7 @@ def _join(name: str, converter: Any, sources: _Parts) -> StoredTensor:
 def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
     entry = tensors[0].entry
     chunks = tuple(
+        # `TensorFiles` adds the dim when it reads such a chunk.
         Chunk(chunk.file, chunk.key, (place, *chunk.offset), (1, *chunk.shape))
         for place, tensor in enumerate(tensors)
         for chunk in tensor.entry.chunks

@@ -50,6 +50,7 @@ def backward_inside(mode: AbstractContextManager[Any]) -> Iterator[None]:
         with mode:
             return _RUN_BACKWARD(*args, **kwargs)
 
+    # Read here and not above: another such context may be open around this one.
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
     try:

@@ -34,6 +34,7 @@ def pinned_batches(iterator: Any) -> list[Any] | None:
         queue: object = iterator._data_queue
     if not isinstance(queue, Queue):  # without such a thread it is one between processes
         return None
+    # The thread of the loader goes on putting batches in.
     with queue.mutex:
         waiting = list(queue.queue)
     return [batch for _, batch in sorted(waiting, key=lambda entry: entry[0])]

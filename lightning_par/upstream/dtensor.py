@@ -24,6 +24,7 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
         local: This rank's part, sharded as `like` is.
         like: Gives mesh, placements, shape and strides.
     """
+    # dtype of the part, which may differ from that of `like` (a master copy).
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)

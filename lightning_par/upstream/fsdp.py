@@ -68,6 +68,7 @@ def keep_attributes(unit: FSDPModule) -> None:
     FSDP2 makes a gathered parameter once, in its first all-gather; nothing public says when.
     """
     lists = (v if isinstance(v, list) else [v] for v in vars(_get_state(unit)).values())
+    # torch 2.13 holds several groups of parameters per unit, 2.11 one.
     held = (p for groups in lists for g in groups for p in getattr(g, "fsdp_params", ()))
     for each in held:
         if own_attributes(each.sharded_param):
@@ -103,6 +104,7 @@ def wait_for_reductions(root: FSDPModule, waits: Literal["stream", "host"] = "st
     state = _get_state(root)
     with names_of("torch"):
         context = state._comm_ctx
+        # HSDP all-reduces over replicas on a stream of its own, after the reduce-scatter.
         streams = context.reduce_scatter_stream, context.all_reduce_stream
     for stream in streams:
         if waits == "host":
@@ -143,6 +145,7 @@ def reduction_groups(unit: FSDPModule) -> tuple[dist.ProcessGroup, ...]:
     if group is None:
         return ()
     mesh = group.mesh_info.mesh
+    # One dim, or with HSDP two.
     found = (mesh.get_group(dim) for dim in range(mesh.ndim))
     return tuple(one for one in found if one.size() > 1)
 
@@ -162,6 +165,7 @@ def watch_backward(unit: FSDPModule, begins: Callable[[], None], ends: Callable[
         ends()
         after(*args)
 
+    # On the instance, where FSDP2 looks it up at each backward.
     group.pre_backward, group.post_backward = pre_backward, post_backward
 
 
@@ -211,6 +215,7 @@ def fill_missing(unit: FSDPModule, *, fills: bool) -> Iterator[tuple[nn.Paramete
     # Of an earlier batch, in the dtype of the reduction, which takes one dtype only.
     accumulates = any(total is not None for _, total in found)
     for held, total in found:
+        # `unsharded_param` is there from the first all-gather on.
         shard, whole = held.sharded_param, getattr(held, "unsharded_param", None)
         if not shard.requires_grad or whole is None:
             continue
@@ -219,6 +224,7 @@ def fill_missing(unit: FSDPModule, *, fills: bool) -> Iterator[tuple[nn.Paramete
             continue
         if missing:
             whole.grad = torch.zeros_like(whole)
+        # Cast to the dtype of the others: see above.
         if accumulates and total is None:
             held.to_accumulated_grad_if_needed()
         yield shard, missing

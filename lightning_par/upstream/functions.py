@@ -28,8 +28,11 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
     """
     inner = cast(FunctionType, inspect.unwrap(function))
     name = f"{_TARGET}_{inner.__name__}"
+    # The code of the function is what all who have imported it share. Its defaults go, too, as
+    # arguments are passed on untouched.
     code = _call_target.__code__.replace(co_names=(name,))
     kept = inner.__code__, inner.__defaults__, inner.__kwdefaults__
+    # Where it is diverted already: the outer target comes back at the end.
     before = {key: value for key, value in inner.__globals__.items() if key == name}
     inner.__globals__[name] = to
     inner.__code__, inner.__defaults__, inner.__kwdefaults__ = code, None, None

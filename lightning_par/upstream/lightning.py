@@ -154,6 +154,8 @@ def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManag
     loops = fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
     for loop in (*loops, trainer.predict_loop):
         for part in vars(loop).values():
+            # `_DataLoaderSource` of each loop; the class's own method is called, so that views do
+            # not pile up.
             if hasattr(part, "dataloader") and hasattr(part, "is_module"):  # its source of data
                 part.dataloader = viewed(part)
 
@@ -165,6 +167,7 @@ def leave_samplers(trainer: pl.Trainer) -> None:
     """
     with names_of("lightning"):
         connector: Any = trainer._accelerator_connector
+    # `setdefault`: called again, it would take its own False for the user's choice.
     vars(connector).setdefault(_CHOSEN, connector.use_distributed_sampler)
     connector.use_distributed_sampler = False
 

@@ -44,6 +44,7 @@ class names_of:  # noqa: N801  # reads as a statement: with names_of("torch"):
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, AttributeError | ImportError):
+            # Anything else that is raised passes through.
             raise UpstreamError(
                 "LP803",
                 f"a private name that lightning_par uses is missing from {self.package} "

@@ -31,6 +31,7 @@ def set_last_batch_value(metric: nn.Module, value: Any) -> None:
     """
     with names_of("torchmetrics"):
         _ = metric._forward_cache
+    # Past `Metric.__setattr__`, which guards some names.
     metric.__dict__["_forward_cache"] = value
 
 

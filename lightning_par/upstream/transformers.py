@@ -43,4 +43,5 @@ def mark_as_expert_parallel(module: nn.Module) -> None:
         module: Holds experts, of transformers or not.
     """
     if hasattr(module, "_is_expert_parallel"):
+        # Past `Module.__setattr__`, which looks through parameters and buffers first.
         module.__dict__["_is_expert_parallel"] = True
