@@ -50,6 +50,7 @@ def write_certificate(
     folder = _folder_of(trainer)
     if folder is None:
         return
+    # The same on every rank, which decides alike whether there is a gather.
     size = model.forms.whole_bytes
     if size > largest and options.verify in ("auto", False):
         weights: dict[str, Any] = {
@@ -67,11 +68,14 @@ def write_certificate(
             "python": platform.python_version(),
         },
         layout=mesh_sizes(model.mesh.sizes),
+        # As the user gave them, not as they were resolved: what was decided stands in
+        # `decisions`.
         options={each.name: _plain(getattr(options, each.name)) for each in fields(options)},
         seed=model.steps.seed,
         precision=str(trainer.precision),
         steps=trainer.global_step,
         data={
+            # `ready` counts epochs that began, from 1.
             "epoch": max(0, loop.epoch_progress.current.ready - 1),
             "batch": loop.epoch_loop.batch_progress.current.completed,
         },
@@ -79,6 +83,7 @@ def write_certificate(
         decisions=[dict(vars(made)) for made in decisions],
         weights=weights,
     )
+    # Made on every rank, since the hash above is a collective; one writes.
     if model.mesh.rank == 0:
         _write(made, folder)
 
@@ -112,10 +117,13 @@ def _hash_weights(model: ParallelModel) -> dict[str, Any]:
 
     **Communicates**: every parameter, to all ranks.
     """
+    # Tied weights once, under the name that a layout does not change.
     canonical = model.resolved.canonical
     held = {canonical[n] for n, _ in model.module.named_parameters() if n in canonical}
     if model.mesh.sizes.pipeline > 1:
         stages: list[Any] = [None] * model.mesh.sizes.pipeline
+        # All ranks have to walk through the same names in the same order, also those of other
+        # stages: `full_parameter` is a collective.
         dist.all_gather_object(stages, held, group=model.mesh.group("pp"))
         held = set().union(*stages)
     gone = sorted({*canonical.values()} - held)
@@ -131,6 +139,7 @@ def _hash_weights(model: ParallelModel) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return an option as JSON has it; of an object that is no value, the name of its class."""
+    # JSON has no infinity, which some limits are.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):

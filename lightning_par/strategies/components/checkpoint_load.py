@@ -78,12 +78,15 @@ class CheckpointLoad:
         """
         path = Path(filepath)
         self.restores_optimizer, self._own = True, None
+        # A URL is Lightning's alone: it has no path to look at.
         if "://" not in str(filepath):
             self._processes.check_path(str(filepath))
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise CheckpointError("LP501", f"{path} is a pipe or a device, and no checkpoint.")
             if is_checkpoint(path):
                 return self._read_ours(module, path, unpickle=weights_only is False)
+        # What a Lightning checkpoint needs at least, so that the Trainer takes plain weights for
+        # one.
         if holds_weights_only(path):
             self.restores_optimizer = False
             version = {"pytorch-lightning_version": lightning.__version__}
@@ -100,17 +103,22 @@ class CheckpointLoad:
         self, module: pl.LightningModule | None, path: Path, *, unpickle: bool
     ) -> dict[str, Any]:
         fitting = _is_fitting(module)
+        # Without the optimizers where none is loaded: their files are the largest.
         reader = self._verify(path, optimizer=fitting)
         state = reader.state(0, unpickle=unpickle)
         own = state
         is_same_mesh = reader.manifest.layout == mesh_sizes(self._processes.sizes)
         if is_same_mesh:
+            # Random states and the places in the data are those of a rank only if the mesh is the
+            # same; else all ranks begin with rank 0's.
             own = reader.state(self._processes.rank, unpickle=unpickle)
         for name in state.pop("left_out", ()):
             _log.warning("%s: %s is a pickle and was left out; see weights_only.", path, name)
         found = {**state, **own, "state_dict": reader.weights(unpickle=unpickle)}
+        # Lightning's sign of a full checkpoint: one of weights only has neither.
         if "lr_schedulers" in found:
             found["optimizer_states"] = reader.optimizers(unpickle=unpickle)
+        # Taken out: the Trainer's hooks get what a checkpoint of Lightning holds.
         ours = found.pop(OWN_STATE)
         found.pop("left_out", None)
         if fitting:
@@ -122,6 +130,7 @@ class CheckpointLoad:
 
         One device reads its checkpoint before the model is on the mesh.
         """
+        # Once: a second fit without a checkpoint begins with its own seed.
         ours, self._own = self._own, None
         if ours is None:
             return
@@ -145,12 +154,14 @@ class CheckpointLoad:
             reader = CheckpointReader(path)
             kinds = ("weights", "state", *(("optimizer",) if optimizer else ()))
             names = sorted(reader.data_files(*kinds))
+            # Rank r reads every n-th file, so that all are read once and by all machines at once.
             problems = reader.problems(names[rank::world_size])
         except CheckpointError as error:
             code, problems = error.code, [error.message]
         everywhere: list[Any] = [(code, problems)]
         if world_size > 1:
             everywhere = [None] * world_size
+            # Reached also by a rank that cannot open the checkpoint: the others wait here.
             dist.all_gather_object(everywhere, (code, problems))
         found = {text: code for code, texts in everywhere for text in texts}
         if found or reader is None:
@@ -179,6 +190,7 @@ class CheckpointLoad:
             strict: Refuse missing and unexpected keys.
         """
         state = checkpoint["state_dict"]
+        # On meta there is nothing to copy into.
         waits = model is None and any(p.is_meta for p in module.parameters())
         if waits:
             state = copy(state)  # what callbacks change from here on is not loaded
@@ -190,6 +202,7 @@ class CheckpointLoad:
                 self._load(model, module, state, strict=strict)
             load_averages(model, checkpoint, state)
 
+        # Called also where nothing waits: averages are made only once the module is on its mesh.
         self._waiting = complete
 
     def _load(
@@ -201,7 +214,9 @@ class CheckpointLoad:
         strict: bool,
     ) -> None:
         if model is not None:
+            # Gathered parameters would get the values, and the shards keep the old ones.
             model.sharding.release()
+        # A file of Lightning on one device: nothing is to be cut.
         elif self._processes.world_size == 1 and not isinstance(state, StoredTensors):
             module.load_state_dict(state, strict=strict)
             return
@@ -228,6 +243,7 @@ class CheckpointLoad:
         Raises:
             CheckpointError: There is another number of them, and not none.
         """
+        # A checkpoint that was saved with `save_weights_only`.
         if not saved and optimizers:
             _log.warning("the checkpoint holds no state of optimizers: they start anew.")
             return
@@ -236,6 +252,7 @@ class CheckpointLoad:
                 "LP507",
                 f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}.",
             )
+        # A hook of Lightning may have the module whole while it restores.
         with model.in_parallel_form():
             for optimizer, state in zip(optimizers, saved, strict=True):
                 model.states.load_optimizer(model.module, optimizer, state, model.host)
@@ -248,6 +265,8 @@ class CheckpointLoad:
         self._adopt(model)
         if self._random_states is not None:
             restore_random_states(self._random_states, self._processes.device)
+            # Inside of an epoch the loader draws the order of its samples from this state, and
+            # the step goes on from it as well: so it is restored twice.
             if not _resumes_inside_epoch(model):
                 self._random_states = None
 
@@ -260,6 +279,7 @@ class CheckpointLoad:
 
 def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: CheckpointIO) -> Any:
     try:
+        # Only of Lightning's own plugin, whose format is known.
         if type(checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(filepath):
             # Mapped into memory: a rank reads the parts that it copies.
             return torch.load(filepath, map_location="cpu", mmap=True, weights_only=weights_only)
@@ -279,6 +299,7 @@ def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: Checkpoi
 def _is_fitting(module: pl.LightningModule | None) -> bool:
     """Whether a fit reads a checkpoint; also where nobody knows what it is read for."""
     try:
+        # `LightningModule.trainer` raises where there is none.
         return module is None or module.trainer.state.fn == TrainerFn.FITTING
     except RuntimeError:  # it is attached to no Trainer
         return True

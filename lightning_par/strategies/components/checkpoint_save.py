@@ -77,6 +77,7 @@ class CheckpointSave:
             ConfigurationError: With every problem.
         """
         problems = []
+        # `type` and not isinstance: a subclass may write anything.
         plugin, foreign = type(checkpoint_io).__name__, type(checkpoint_io) is not TorchCheckpointIO
         if self._form == "folder" and foreign:
             problems.append(
@@ -100,19 +101,23 @@ class CheckpointSave:
 
     def weights(self, model: ParallelModel) -> dict[str, Any]:
         """Return what checkpoints are made of: this rank's part of the state dict."""
+        # After an exception on some ranks a collective would wait for ever.
         if not self._processes.interruption.ranks_are_together():
             return {}
         with model.in_parallel_form():
+            # `state_dict` has to give shards, by which the pieces of the ranks are cut.
             model.sharding.release()
             state = model.module.state_dict()
             return LocalWeights(state if self.share is None else self.share(state))
 
     def optimizer(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: this rank's part, by names."""
+        # Lightning wraps optimizers; states and groups are those of the user's.
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self._processes.interruption.ranks_are_together():
             return {}
         try:
+            # An optimizer of others may hold the whole module's parameters since the last run.
             with model.in_parallel_form(), with_parts(model, inner):
                 return model.states.local_optimizer(model.module, inner)
         except CheckpointError as error:  # the other ranks go on to `save`
@@ -143,8 +148,10 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             _log.error("%s is not saved: other ranks did not stop here.", filepath)
             return
+        # A rank that alone calls `save_checkpoint` is told so here, and not by a hang.
         model.steps.reads.agree("save_checkpoint")
         if self.leads:
+            # Saved from a hook that sees the whole form, such as `on_fit_end`.
             with model.in_parallel_form():
                 self._save(model, checkpoint, filepath, storage_options, checkpoint_io)
 
@@ -156,7 +163,9 @@ class CheckpointSave:
         storage_options: Any,
         checkpoint_io: CheckpointIO,
     ) -> None:
+        # First: it may hold DTensors, which no encoder takes, and a gather is a collective.
         checkpoint = self._gather_averages(model, checkpoint)
+        # From rank 0: names with a time or a metric in them may differ between ranks.
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
         is_elsewhere = storage_options is not None or "://" in path
         if is_elsewhere and self._form == "folder":
@@ -168,6 +177,7 @@ class CheckpointSave:
         in_parts = not is_elsewhere and _writes_plainly(checkpoint_io)
         if not in_parts or not self._save_parts(model, checkpoint, Path(path), as_file=as_file):
             self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
+        # The link may name what a save in the background has still to write.
         if self._processes.rank == 0:
             link_requeue_checkpoint(str(filepath), model.module.trainer)
 
@@ -175,6 +185,7 @@ class CheckpointSave:
         self, model: ParallelModel, checkpoint: dict[str, Any], path: Path, *, as_file: bool
     ) -> bool:
         """Let every rank write its part; return False if one device has to save it otherwise."""
+        # A node that does not share the folder is named here, before anything is written.
         self._processes.check_folder(str(path.parent))
         part = self._make_part(model, checkpoint, as_file=as_file)
         metadata = self._metadata(model, checkpoint)
@@ -182,6 +193,7 @@ class CheckpointSave:
             with self._processes.naming_interface():  # a first save makes a group
                 self._saver.save(path, part, metadata, background=self._in_background)
         except CheckpointError as error:
+            # There nothing else can be done: the error is raised on every rank.
             if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
                 raise
             # What a plain Trainer can save, one device can, too; or it says why as that would.
@@ -215,6 +227,7 @@ class CheckpointSave:
         **Communicates**: these states, to rank 0.
         """
 
+        # In the same order on all ranks, as `tree_map` goes through equal nests.
         def gathered(value: Any) -> Any:
             is_local = isinstance(value, LocalWeights)
             return model.states.gather_state(value) if is_local else value
@@ -229,6 +242,7 @@ class CheckpointSave:
 
     def _gather(self, model: ParallelModel, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint of one process on rank 0; elsewhere what is left of it."""
+        # Collectives: every rank calls them, and only rank 0 gets what they give.
         whole = {**checkpoint, "state_dict": model.states.gather_state(checkpoint["state_dict"])}
         if "optimizer_states" in checkpoint:
             local = checkpoint["optimizer_states"]
@@ -244,6 +258,7 @@ class CheckpointSave:
         step = checkpoint["global_step"]
         try:
             return self._encode(model, dict(checkpoint), step, as_file=as_file)
+        # In the part, as `CheckpointSaver.save` is a collective that this rank must not miss.
         except Exception as error:
             text = describe(error)
             rank, world = self._processes.rank, self._processes.world_size
@@ -254,6 +269,7 @@ class CheckpointSave:
     ) -> Part:
         # In the order in which Lightning has it; tensors of weights and optimizers go without.
         plain = {**checkpoint, "state_dict": None}
+        # Empty: only whether there is the entry counts; the states are pieces.
         if "optimizer_states" in checkpoint:
             plain["optimizer_states"] = []
         weights, values = model.states.weight_pieces(checkpoint.pop("state_dict"))
@@ -267,9 +283,11 @@ class CheckpointSave:
             groups.append(optimizer["param_groups"])
         if self._processes.rank:  # what all ranks have in common is written by rank 0
             datamodule = getattr(model.module.trainer, "datamodule", None)
+            # What may differ between ranks: places in the data.
             own = ("loops", type(datamodule).__qualname__)
             checkpoint = {key: value for key, value in checkpoint.items() if key in own}
         checkpoint[OWN_STATE] = {
+            # What this rank's gradients were short of, to be added to the next ones.
             "compression": None if model.compression is None else model.compression.state(),
             "random": collect_random_states(self._processes.device),
             "seed": model.steps.seed,
@@ -297,6 +315,8 @@ class CheckpointSave:
         storage_options: Any,
         checkpoint_io: CheckpointIO,
     ) -> None:
+        # On every rank; only rank 0 writes, and tells the others how it went: they would wait in
+        # the next collective if it raised alone.
         whole, problem = self._gather(model, checkpoint), None
         if self._processes.rank == 0:
             try:
@@ -335,6 +355,7 @@ class CheckpointSave:
         try:
             self._saver.wait()
         except CheckpointError as error:
+            # It would hide the exception that ended the run.
             if not self._processes.interruption.is_handled:
                 raise
             _log.error("%s", error)
@@ -344,5 +365,6 @@ class CheckpointSave:
 
 def _writes_plainly(checkpoint_io: CheckpointIO) -> bool:
     """Whether a plugin writes what `torch.save` writes, as our own files are."""
+    # Compared with those at import: someone who replaced one wants to be called.
     writers = torch.save, TorchCheckpointIO.save_checkpoint
     return type(checkpoint_io) is TorchCheckpointIO and writers == _PLAIN_WRITERS

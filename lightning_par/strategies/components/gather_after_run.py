@@ -43,12 +43,14 @@ def gather_after_run(
 
     **Communicates**: the weights, to every rank, where there are several.
     """
+    # Gathers are taken back first, or their parameters would be exchanged for shards.
     if not model.forms.is_whole:  # it is, where the set-up of another run failed
         model.sharding.release()
         _gather(model, optimizers, options, processes)
     if model.forms.is_whole:
         model.module.cpu()
         if processes.world_size == 1:
+            # Their parameters are on the host now, so a further step needs the states there.
             move_states(optimizers, torch.device("cpu"))
 
 
@@ -59,11 +61,15 @@ def _gather(
     processes: MeshProcesses,
 ) -> None:
     if processes.world_size == 1:
+        # On one device most parameters are the whole ones themselves; only FSDP's and replaced
+        # ones have to be gathered.
         model.forms.show_whole(model.gather_tensors() if model.forms.needs_values else {})
         return
     # After an exception nobody knows where the other ranks are.
     if processes.interruption.is_handled or not _is_wanted(model, options, processes):
         return
+    # Optimizers before the module changes: names of their parameters are those of the parallel
+    # form.
     tensors, held = model.gather_tensors(), gather_optimizers(model, optimizers)
     model.forms.show_whole(broadcast_state(tensors, None, processes.device))
     for optimizer in held:
@@ -75,6 +81,7 @@ def _is_wanted(model: ParallelModel, options: MeshOptions, processes: MeshProces
     if options.gather_after_run != "auto":
         return bool(options.gather_after_run)
     needed, free = model.forms.whole_bytes * processes.num_local, available_memory()
+    # Unanimous: hosts differ in their free memory, and a gather needs all ranks.
     fits = processes.decide(free is None or needed * _SHARE <= free, unanimous=True)
     if not fits:
         _log.info(

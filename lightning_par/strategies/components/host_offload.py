@@ -47,6 +47,7 @@ def cache_folder() -> Path:
 def _without_delay(options: OffloadOptions, trainer: pl.Trainer) -> OffloadOptions:
     """Return options that let callbacks average, between steps, the weights after each step."""
     names = sorted({type(callback).__name__ for callback in averaging_callbacks(trainer)})
+    # `is False`: the delay may be the number 0.
     if options.delayed_update is False or not names:
         return options
     rank_zero_warn(
@@ -64,6 +65,8 @@ def offload_precision(options: OffloadOptions | None, plugin: Precision) -> Prec
         options: None: nothing is offloaded.
         plugin: What the Trainer was given.
     """
+    # The host keeps masters of its part: a device that updates 16-bit weights in place would
+    # round the rest.
     is_divided = options is not None and options.offload_fraction < 1
     return MasterWeightPrecision() if is_divided and type(plugin) is HalfPrecision else plugin
 
@@ -90,6 +93,7 @@ def is_offloaded(
     """
     if options is None:
         return False
+    # On the CPU a run without offloading steps the same optimizer in the same memory.
     try:
         _check_steps(module, optimizers)
     except ConfigurationError:
@@ -109,6 +113,7 @@ def _hooks_on_gradients(module: pl.LightningModule) -> Iterator[str]:
             yield f"{type(module).__name__}.{name}"
     for callback in callbacks_of(module.trainer):
         kind = type(callback)
+        # Callbacks of ours know where gradients are.
         if kind.__module__.startswith("lightning_par."):
             continue
         found = (n for n in _SEE_GRADIENTS if is_overridden(n, callback, pl.Callback))
@@ -149,6 +154,7 @@ class HostOffload:
         (optimizer,) = optimizers
         offload = _without_delay(offload, module.trainer)
         # Every micro-batch adds to a gradient: none is final before the last one's backward.
+        # With a pipeline, overlap is off: see below.
         pipeline = model.steps.pipeline
         kernel = choose_kernel(offload.cpu_kernel, cache_folder())
         rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
@@ -163,10 +169,13 @@ class HostOffload:
         )
         self._opened = ExitStack()
         if offload.delayed_update is not False:
+            # Lightning calls callbacks before the strategy's own hook: replaced, so that a
+            # callback that reads weights finds the pending update done.
             caller = hook_calls["callbacks"]
             call = partial(self._call_hooks, getattr(*caller))
             self._opened.enter_context(replaced(*caller, call))
         seen = list(_hooks_on_gradients(module))
+        # A hook that reads gradients has to find them on the device.
         self._host.defers = bool(seen)
         if seen:
             on_device = offload.accumulate_on == "device"
@@ -201,6 +210,7 @@ class HostOffload:
 
     def before_backward(self) -> None:
         """Prepare for a backward whose gradients are sent to the host."""
+        # Gradients of this backward stay local and are not final.
         if not self._model.sharding.synchronizes:
             return
         trainer = self._model.module.trainer
@@ -221,6 +231,8 @@ class HostOffload:
 
         def completed() -> Any:
             result = closure()
+            # Its loss was None: a hook of the gradients never came, and the step would wait for
+            # them.
             if self._host.has_unfinished_gradients:  # the last batch of a step had no backward
                 self.before_backward()
                 self._model.gradients.after_backward()
@@ -240,6 +252,7 @@ class HostOffload:
 
     def close(self) -> None:
         """Complete every update and give the host's memory up."""
+        # First Lightning's own function is put back, then nobody sends gradients any more.
         self._opened.close()
         self._model.gradients.host = None
         self._host.close()

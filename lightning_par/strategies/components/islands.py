@@ -82,6 +82,7 @@ class IslandRounds(Callback):
             ConfigurationError: Another callback averages weights, too; or nothing says where the
                 server is, or which island this is.
         """
+        # Raises where the place is not known, before anything is changed.
         self._processes.find_place()
         if averaging_callbacks(trainer):
             raise ConfigurationError(
@@ -90,7 +91,9 @@ class IslandRounds(Callback):
                 "Leave the callback out; optimizer='average' averages the islands.",
             )
         if self not in callbacks_of(trainer):
+            # First, so that other callbacks see the weights after an exchange.
             callbacks_of(trainer).insert(0, self)
+        # All islands share one folder, perhaps, and their weights are alike.
         self._saving.leads = self._processes.island == 0
         self._saving.share = self._share
 
@@ -106,23 +109,29 @@ class IslandRounds(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         place = self._processes.find_place()
+        # One name for all ranks of the island: the server tells incarnations apart by it.
         place = replace(place, incarnation=self._processes.broadcast(place.incarnation))
         model = self._model()
+        # Pieces are views of the shards, into which an exchange writes.
         model.sharding.release()
         named = dict(model.module.named_parameters())
         pieces, _ = model.states.weight_pieces(named)
         canonical = model.resolved.canonical
         trained = {canonical.get(n, n) for n, p in named.items() if p.requires_grad}
         _check_dtypes(pieces, trained)
+        # Every rank has to know all boxes: of replicas one sends, and all receive.
         held = self._gather([(p.box, p.nbytes, p.global_shape) for p in pieces])
         sends = assign_writers([[(box, size) for box, size, _ in part] for part in held])
         mine = sends[self._processes.rank], frozenset(trained)
         sizes = {box.name: math.prod(shape) for part in held for box, _, shape in part}
         self.client = ShardedClient(self._outer, place, pieces, *mine, sizes)
+        # Kept after the client is gone: a test or a user may look.
         self.exchanges = self.client.exchanges
         self.client.step, epoch = trainer.global_step, trainer.current_epoch
         self.client.join()
+        # What the schedules have to make up for, in steps and in epochs.
         self._samples, self._missed = 0, {"step": self.client.step - trainer.global_step}
+        # An island that came back goes on in its data where it was.
         if self.client.place is not None:
             _resume(trainer, self.client.place)
         self._missed["epoch"] = trainer.current_epoch - epoch
@@ -141,6 +150,7 @@ class IslandRounds(Callback):
         assert self.client is not None
         path = Path(folder, f"island-{island}-rank-{self._processes.rank}.pt")
         self._kept = KeptOptimizers(path, self.client.era, trainer.optimizers)
+        # Of all ranks: states of different exchanges do not belong together.
         moments = {moment for (moment,) in self._gather([self._kept.read()])}
         if moments != {None} and len(moments) == 1:
             self._kept.load()
@@ -169,15 +179,21 @@ class IslandRounds(Callback):
         batch_idx: int,
     ) -> None:
         client = self.client
+        # `global_step` grows only where an optimizer stepped.
         if client is None or trainer.global_step == self._steps:  # gradients accumulate
             return
         self._steps = trainer.global_step
+        # After the first step: a scheduler warns if it is stepped before its optimizer.
         self._catch_up(trainer)
         exchanges, rounds = client.exchanges_next, client.rounds
+        # The client reads and writes shards.
         self._model().sharding.release()
         if exchanges:
             client.after_step(self._count_samples(), self._place(trainer))
             if self._kept is not None:
+                # After the exchange: at its next start the island meets the others from here.
+                # 1003 trainer.should_stop |=| Set on all ranks alike, or some would go on to the
+                # next batch.
                 self._kept.save(f"{self._incarnation}-{trainer.global_step}")
         else:
             client.after_step(0)
@@ -196,6 +212,7 @@ class IslandRounds(Callback):
             text = json.dumps(place)
         except (TypeError, ValueError):
             text = ""
+        # JSON turns tuples into lists and keys into text: only what comes back equal is a place.
         if 0 < len(text) <= _LONGEST_PLACE and json.loads(text) == place:
             return place
         if not self._is_placeless:
@@ -211,12 +228,14 @@ class IslandRounds(Callback):
 
         **Communicates**: one all-reduce of one number over the replicas.
         """
+        # Ranks of one replica see the same batch, which `reduce` counts once.
         mine, self._samples = torch.tensor(self._samples, device=self._processes.device), 0
         return int(self._processes.reduce(mine, reduce_op="sum"))
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
         """Give the schedules the steps that were made before this island came."""
         missed, self._missed = self._missed, {}
+        # Those on a plateau need the metrics, which nobody has of steps that others made.
         for config in trainer.lr_scheduler_configs if missed else ():
             if not config.reduce_on_plateau:
                 for _ in range(missed[config.interval] // config.frequency):
@@ -235,12 +254,14 @@ class IslandRounds(Callback):
             )
         self._model().sharding.release()
         for piece in self._pieces():
+            # All are kept before the first is overwritten.
             self._own.append((piece.values, piece.values.clone()))
         for piece, shared in zip(self._pieces(), self.client.shared().values(), strict=True):
             piece.values.copy_(shared)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A validation that began without a client.
         if not self._own:
             return
         self._model().sharding.release()
@@ -259,6 +280,7 @@ class IslandRounds(Callback):
         shared, canonical = self.client.shared(), self._model().resolved.canonical
         found = dict(state)
         for name, value in state.items():
+            # Each island has its own buffers.
             if name not in canonical:
                 continue  # a buffer
             found[name] = value.detach().clone()
@@ -270,10 +292,12 @@ class IslandRounds(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.client is not None:
             self._model().sharding.release()
+            # Before it leaves: the last steps since an exchange count, too.
             self.client.finish(self._count_samples())
             self.client.leave()
             self.client = None
             if self._kept is not None:
+                # The run is over: the next one of this name starts anew.
                 self._kept.forget()
 
 
@@ -287,6 +311,7 @@ def _resume(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     own: Any = trainer  # Lightning does not declare the attribute on its class
     loop, reload = trainer.fit_loop, own.reload_dataloaders_every_n_epochs
     loop.load_state_dict(place)
+    # `setup_data` makes loaders anew only if it is due, by this number.
     own.reload_dataloaders_every_n_epochs = -1  # now, however many epochs were made
     loop.setup_data()
     own.reload_dataloaders_every_n_epochs = reload

@@ -28,6 +28,7 @@ class KeptOptimizers:
 
     def __init__(self, path: Path, era: str, optimizers: Sequence[Optimizer]) -> None:
         self._path, self._era = path, era
+        # In the order of the groups, which the same script makes again at its next start.
         self._held = [
             (optimizer.state, parameter)
             for optimizer in optimizers
@@ -39,6 +40,7 @@ class KeptOptimizers:
     def save(self, moment: str) -> None:
         """Write the states, with the name of this moment, which all ranks of the island give."""
         states = [
+            # Plain parts: a DTensor would need its mesh to be read again.
             {n: local_part(v) if isinstance(v, Tensor) else v for n, v in state.get(p, {}).items()}
             for state, p in self._held
         ]
@@ -50,6 +52,7 @@ class KeptOptimizers:
         """
         try:
             found = torch.load(self._path, weights_only=True)
+        # None, or one that a killed process has left half written by other means.
         except (OSError, RuntimeError, pickle.UnpicklingError):
             return None
         shapes = [local_part(parameter).shape for _, parameter in self._held]
@@ -67,6 +70,7 @@ class KeptOptimizers:
         """Give the optimizers what was read."""
         for (state, parameter), entries in zip(self._held, self._read, strict=True):
             for name, value in entries.items():
+                # A step count without dims is whole everywhere.
                 is_part = isinstance(value, Tensor) and value.ndim > 0
                 shards = is_part and isinstance(parameter, DTensor)
                 state[parameter][name] = sharded_like(value, parameter) if shards else value

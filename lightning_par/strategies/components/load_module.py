@@ -40,6 +40,7 @@ def load_from_checkpoint(
         return module_class.load_from_checkpoint(path, weights_only=weights_only, **options)
     reader = CheckpointReader(Path(path))
     if reader.path.is_file():
+        # A file of ours is what `torch.save` writes, which Lightning reads itself.
         verify_files(reader, ["weights"])
         return module_class.load_from_checkpoint(path, weights_only=weights_only, **options)
     # Lightning makes modules of files only. It maps nothing: the file is gone afterwards.

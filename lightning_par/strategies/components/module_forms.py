@@ -45,6 +45,7 @@ class _Attributes:
     def compare(cls, target: dict[Any, Any], before: Mapping[Any, Any]) -> "_Attributes":
         """Note what has changed since `before`."""
         names = dict.fromkeys([*before, *target])
+        # By identity: equal tensors in two forms are not one.
         changed = [n for n in names if before.get(n, _ABSENT) is not target.get(n, _ABSENT)]
         return cls(
             target,
@@ -60,15 +61,20 @@ class _Attributes:
             shown: `whole` or `parallel`.
             hidden: The other one.
         """
+        # A copy: entries are exchanged one by one, and the order is restored below.
         now = dict(self.target)
         for name, value in hidden.items():
             current = now.get(name, _ABSENT)
             is_replaced = isinstance(current, Tensor) and isinstance(value, Tensor)
             if is_replaced:  # FSDP and optimizers may put others in their place
                 hidden[name] = current
+            # Otherwise the user's code has set it meanwhile, which stays.
             if current is value or is_replaced:
                 now[name] = shown[name]
+        # In the order of the whole form: that of parameters is what optimizers and checkpoints go
+        # by.
         content = {name: now[name] for name in (*self.names, *now) if name in now}
+        # The same dict: modules and hooks refer to it.
         self.target.clear()
         self.target.update({n: value for n, value in content.items() if value is not _ABSENT})
 
@@ -89,16 +95,19 @@ class ModuleForms:
     def __init__(self, module: nn.Module) -> None:
         self.is_whole = True
         self._module = module
+        # All of the whole form, held: a pipeline drops blocks of other stages.
         self._submodules = list(module.modules())
         self._classes = [type(each) for each in self._submodules]
         self._parallel_classes = self._classes
         self._before = [
             (target, dict(target))
             for each in self._submodules
+            # The attributes themselves, and the dicts in them (`_parameters`, `_modules`, hooks).
             for target in (vars(each), *(v for v in vars(each).values() if isinstance(v, dict)))
         ]
         self._tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         self._tensors |= dict(module.named_buffers(remove_duplicate=False))
+        # Tied ones once.
         distinct = {id(tensor): tensor for tensor in self._tensors.values()}
         self.whole_bytes = sum(tensor.nbytes for tensor in distinct.values())
         self._attributes: list[_Attributes] = []
@@ -109,6 +118,7 @@ class ModuleForms:
         """Note what has changed, and give back the memory of whole parameters out of use."""
         compared = (_Attributes.compare(*each) for each in self._before)
         self._attributes = [each for each in compared if each.whole]
+        # It holds the whole parameters, whose memory is given back next.
         self._before.clear()
         self._parallel_classes = [type(each) for each in self._submodules]
         live = (*self._module.parameters(), *self._module.buffers())
@@ -120,6 +130,7 @@ class ModuleForms:
         """Give back the memory of whole parameters that the parallel form does not use."""
         for tensor in self._tensors.values():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in self._used:
+                # The object stays, for the whole form to come back to: the user may refer to it.
                 tensor.data = tensor.data.new_empty(0)
 
     @property
@@ -136,6 +147,7 @@ class ModuleForms:
         """
         self._exchange(whole=True)
         devices = {t.device for t in self._tensors.values() if id(t) in self._used}
+        # Where tensors that both forms share are.
         device = next(iter(devices), torch.device("cpu"))
         made: dict[int, nn.Parameter] = {}
         for name, tensor in self._tensors.items():
@@ -144,12 +156,14 @@ class ModuleForms:
             value = state[name].to(device)
             if not isinstance(tensor, nn.Parameter):
                 tensor.data = value
+            # `.data` of a meta tensor cannot become one of a device: it needs a new object.
             elif tensor.is_meta:
                 if id(tensor) not in made:
                     made[id(tensor)] = like_parameter(tensor, value)
                 self._tensors[name] = made[id(tensor)]
             else:
                 tensor.data = value
+        # Under each name: tied ones get the same new parameter.
         for submodule in self._submodules:
             for key, parameter in submodule._parameters.items():
                 if parameter is not None and id(parameter) in made:
@@ -161,10 +175,12 @@ class ModuleForms:
 
     def _exchange(self, *, whole: bool) -> None:
         if whole:
+            # Before the classes change back: FSDP2 knows its modules beside their attributes.
             self._fsdp = detach_states(self._submodules)
         for attributes in self._attributes:
             forms = attributes.whole, attributes.parallel
             attributes.exchange(*(forms if whole else forms[::-1]))
+        # FSDP2 and stubs give a module another class.
         kinds = self._classes if whole else self._parallel_classes
         for submodule, kind in zip(self._submodules, kinds, strict=True):
             if type(submodule) is not kind:
@@ -188,6 +204,7 @@ def broadcast_state(
     """
     is_source = dist.get_rank() == 0
     described = {
+        # Shapes go first, so that every rank can make room.
         name: (value.shape, value.dtype) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
@@ -199,5 +216,6 @@ def broadcast_state(
     }
     if is_source:
         found = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in state.items()}
+    # In the order of the dict, which the object has given all ranks.
     broadcast_values((v for v in found.values() if isinstance(v, Tensor)), device, group)
     return found

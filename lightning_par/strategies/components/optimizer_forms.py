@@ -43,14 +43,17 @@ class WholeOptimizer:
         if model.mesh.sizes.pipeline > 1:
             stages *= model.mesh.sizes.pipeline
             dist.all_gather_object(stages, stages[0], group=model.mesh.group("pp"))
+        # The same on all ranks: every stage has part of a group.
         self._names = [merge_names(parts, states.place) for parts in zip(*stages, strict=True)]
         gathered = states.gather_optimizer(model.module, optimizer)
+        # Whole states on all ranks: each gets the whole module, too.
         self._states = broadcast_object(gathered.get("state", {}), 0, group)
 
     def show(self, model: ParallelModel) -> None:
         """Give the optimizer the parameters of the module, which is whole now, and their states."""
         named = dict(model.module.named_parameters())
         numbers = number_names(self._names)
+        # It is keyed by parameters that are gone.
         self._optimizer.state.clear()
         for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
             group["params"][:] = [named[name] for name in names]
@@ -68,6 +71,7 @@ def gather_optimizers(
     """
     found = []
     for optimizer in optimizers:
+        # By module name: subclasses of torch's optimizers that others wrote count as theirs.
         if optimizer.param_groups and not type(optimizer).__module__.startswith("torch.optim."):
             try:
                 found.append(WholeOptimizer(model, optimizer))
@@ -93,6 +97,7 @@ def give_parts(model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
 @contextmanager
 def with_parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer of the whole module has this rank's parts, as the module has."""
+    # Copies: `give_parts` changes the lists in place.
     groups = [list(group["params"]) for group in optimizer.param_groups]
     states = dict(optimizer.state)
     give_parts(model, [optimizer])
@@ -100,6 +105,7 @@ def with_parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            # In place: Lightning and schedulers hold the groups.
             group["params"][:] = parameters
         optimizer.state.clear()
         optimizer.state.update(states)

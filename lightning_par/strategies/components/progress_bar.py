@@ -53,6 +53,7 @@ def progress_bar(name: str, total: int | None, unit: str) -> Iterator[Advance]:
     size: dict[str, Any] = {"unit": "B", "unit_scale": True} if of_bytes else {"unit": f" {unit}"}
     size |= {"miniters": 1, "delay": _DELAY if of_bytes else 0, "leave": False}
     silent = not sys.stderr.isatty()
+    # Disabled and not left out: the caller gets what takes counts either way.
     with _Bar(total=total, desc=name, disable=silent, file=sys.stderr, **size) as bar:
         yield bar.update
 
@@ -105,6 +106,7 @@ def progress_of(trainer: pl.Trainer | None) -> Show:
             return
         drawn = bars.progress if isinstance(bars, RichProgressBar) else None
         shown = progress_bar(name, total, unit)
+        # Two live displays on one terminal would overwrite each other.
         if drawn is not None and drawn.live.is_started:
             shown = _rich_bar(drawn, name, total, unit)
         with shown as moved:

@@ -27,6 +27,7 @@ def link_requeue_checkpoint(path: str, trainer: pl.Trainer) -> None:
     saving, saved = trainer.checkpoint_callback, Path(path)
     if not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", saved.name) or "://" in path:
         return
+    # No folder is known before its `setup`.
     if not isinstance(saving, ModelCheckpoint) or "://" in str(saving.dirpath or "://"):
         return
     folder = Path(str(saving.dirpath))
@@ -34,6 +35,7 @@ def link_requeue_checkpoint(path: str, trainer: pl.Trainer) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
+        # Relative: the folders may be mounted elsewhere for the next run.
         link.symlink_to(os.path.relpath(saved.resolve(), folder.resolve()))
     except OSError as error:
         _log.warning("ckpt_path='last' will not find %s: no link %s: %s", path, link, error)

@@ -100,6 +100,7 @@ class StateMap:
         for part in self._gather_stages(local):
             merged.update(part)
         order = [name for name in self._state_order if name in merged]
+        # As `state_dict()` of one process has it; what only a hook has added comes last.
         return {name: merged[name] for name in [*order, *(merged.keys() - set(order))]}
 
     @torch.no_grad()
@@ -145,6 +146,7 @@ class StateMap:
         alone = self._mesh.sizes.world_size == 1
         reads = _bytes_of_parts((t, given.get(n)) for n, t in named_tensors(part).items())
         with counted("read", "loading weights", reads):
+            # strict on one device only: elsewhere keys of other stages are "unexpected" here.
             problems = _load_entries(part, given, strict=strict and alone)
         if strict and not alone:
             known = {*self._state_order, *self._canonical}  # other stages have the rest
@@ -154,6 +156,7 @@ class StateMap:
         everywhere = [problems.other]
         if not alone:
             everywhere = [[]] * self._mesh.sizes.world_size
+            # Reached by every rank, whatever it found: none may raise alone.
             dist.all_gather_object(everywhere, problems.other)
         found = list(dict.fromkeys(p for some in everywhere for p in some))
         if found:
@@ -169,6 +172,7 @@ class StateMap:
                 n: UnreadTensor.of(e) if isinstance(e, StoredTensor) else e
                 for n, e in state.unread().items()
             }
+        # A file of safetensors holds a tied weight under one of its names.
         for tied in self._tied.values():
             names = [name.removeprefix(prefix) for name in tied if name.startswith(prefix)]
             source = next((name for name in names if name in given), None)
@@ -203,6 +207,7 @@ class StateMap:
         known = set(self._state_order)
         prefixes = {"", *(name.partition(".")[0] + "." for name in known)}
         hits = {prefix: sum(prefix + name in known for name in state) for prefix in prefixes}
+        # Sorted: of prefixes that fit alike every rank takes the same.
         best = max(sorted(prefixes), key=hits.__getitem__)
         return state.renamed(best) if best else state
 
@@ -320,6 +325,7 @@ class StateMap:
         stored = by_name(state, merged)
         check_groups(stored, merged)
         local_state, numbers = {}, count()
+        # Local numbers: torch's `load_state_dict` goes by those of this rank's optimizer.
         ids = [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states, saved_groups = stored.states, stored.groups
@@ -360,6 +366,7 @@ class StateMap:
     def _gather_stages(self, value: Any) -> list[Any]:
         """Return the values of all stages on rank 0, in order; elsewhere an empty list."""
         place = self._mesh.place
+        # One rank per stage takes part: the first on every other axis.
         if any(at for axis, at in place.items() if axis != "pp"):
             return []
         if self._mesh.sizes.pipeline == 1:

@@ -45,6 +45,7 @@ class _Held:
             value: Of an attribute, or of what is in one.
             depth: How far containers and objects in it are followed; they may refer to each other.
         """
+        # None: a value that is compared by identity alone.
         content: Any = None
         if isinstance(value, list):
             # Few entries are lists or objects that go on changing, such as one list per loader;
@@ -57,6 +58,7 @@ class _Held:
         elif isinstance(value, dict) or _is_object(value):
             now = value if isinstance(value, dict) else vars(value)
             content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
+        # An inference tensor counts no changes; a tensor otherwise does, also through views.
         elif isinstance(value, Tensor) and not value.is_inference():
             content = count_of_changes(value)
         return cls(value, content)
@@ -120,6 +122,7 @@ class StepAttributes:
         Args:
             numbers: Attributes of the LightningModule that it gets first.
         """
+        # Without `Module.__setattr__`: plain numbers need no registration.
         vars(self._parts[""]).update(numbers)
         found = _changes(self._before, dict(self._held()))
         return found | {("", name): _Replaced(value) for name, value in numbers.items()}
@@ -150,6 +153,7 @@ class StepAttributes:
             if place not in self._parts:  # in a block of another stage
                 continue
             value = _take(change, self._before.get(name), held.get(name))
+            # Containers were changed in place: whoever refers to them sees it.
             if value is not held.get(name):
                 setattr(self._parts[place], attribute, value)
 
@@ -178,6 +182,7 @@ def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
 
 def _change(before: _Held | None, value: Any) -> Any:
     """Return what has changed in a value, if that can be sent."""
+    # The same object: what has changed is inside of it. Another one is sent whole.
     if before is not None and before.value is value:
         if isinstance(value, dict) or _is_object(value):
             if before.content is None:
@@ -188,6 +193,7 @@ def _change(before: _Held | None, value: Any) -> Any:
         if isinstance(value, list) and len(value) >= before.content[0]:
             length, inside = before.content
             changes = _changes(inside, {at: value[at] for at in inside})
+            # Only what came: an epoch's outputs would be sent again at every step.
             items = _sendable(value[length:])
             if items is None or not (items or changes):
                 return None
@@ -204,6 +210,8 @@ def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any]) -> _Moved | No
     now, kept = [*value], 0
     if isinstance(value, deque):
         most = min(len(before), len(now))
+        # A deque drops entries in front: the longest end of before with which it now begins has
+        # stayed.
         ends = ((n, zip(before[len(before) - n :], now, strict=False)) for n in range(most, 0, -1))
         kept = next((n for n, pairs in ends if all(a is b for a, b in pairs)), 0)
     elif value == {*before}:
@@ -218,6 +226,7 @@ def _sendable(values: list[Any]) -> list[Any] | None:
     for value in values:
         made: Any
         if isinstance(value, Tensor):
+            # A DTensor's parts are gathered; stages have no graph of each other.
             made = whole(value.detach())
         elif isinstance(value, _PLAIN):
             made = value
@@ -244,11 +253,14 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
     if isinstance(change, _Replaced):
         return change.value
     if isinstance(change, _Appended):
+        # Here the step has bound a new list, or none: the entries that were sent are all there
+        # is.
         if before is None or before.value is not value:
             return change.items
         length, inside = before.content
         for at, entry in change.changes.items():
             value[at] = _take(entry, inside.get(at), value[at])
+        # In the place of what the step has appended on this stage.
         value[length:] = change.items
         return value
     if isinstance(change, _Moved):
@@ -258,6 +270,7 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
         fill((*held[len(held) - change.kept :], *change.items))
         return value
     contents = {} if before is None else before.content
+    # The same for a dict.
     if before is None or before.value is not value:
         value = {}
     target = value if isinstance(value, dict) else vars(value)

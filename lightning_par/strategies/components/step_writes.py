@@ -51,7 +51,9 @@ class StepWrites:
         group: dist.ProcessGroup,
     ) -> None:
         self._module, self._stages, self._rank = module, stages, dist.get_rank()
+        # Only one pipeline writes: that of rank 0. Others compute the same of other samples.
         self._has_rank_zero = 0 in dist.get_process_group_ranks(group)
+        # Where rank 0 is itself the last stage, it writes at once.
         self._records = self._rank == source != 0
         self._calls: list[bytes] = []
         self._is_noted = self._is_in_place = self._has_warned = self.is_known = False
@@ -60,10 +62,12 @@ class StepWrites:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Surrounds the user's step for a micro-batch."""
+        # The stage that is running now: a rank may hold several.
         stage = next(stage for stage in self._stages if stage.current is not None)
         # Rank 0 may hold later stages, too: there it is another rank up to the last block.
         is_other = self._rank == 0 and not stage.is_first
         own = rank_zero_only.rank  # type: ignore[attr-defined]
+        # As in the first look: nothing may get out.
         is_silent = own == NO_RANK  # every replica then notes whether the step writes
         if not (stage.is_last or is_other) or not (self._has_rank_zero or is_silent):
             yield
@@ -72,21 +76,25 @@ class StepWrites:
 
         def show(rank: int) -> None:
             self._is_in_place = rank == 0
+            # Shifted and not set: the value may count from another base than the global rank.
             shown = own if is_silent else own - self._rank + rank
             rank_zero_only.rank = _Rank(shown, self.note)  # type: ignore[attr-defined]
             if processes is not None:
                 processes.shown_rank = _Rank(rank, self.note)
 
         with ExitStack() as stack:
+            # `replaced` puts both back, whatever `show` has set meanwhile.
             if processes is not None:
                 stack.enter_context(replaced(processes, "shown_rank", None))
             stack.enter_context(replaced(rank_zero_only, "rank", own))
             for index, logger in enumerate(self._module.trainer.loggers):
                 kind = type(logger)
+                # The class and not the object: the step holds `self.logger` perhaps.
                 stack.callback(setattr, logger, "__class__", kind)
                 logger.__class__ = self._kind_of(index, kind, keeps=not is_silent)
             stack.callback(setattr, stage, "after_blocks", None)
             stack.callback(setattr, self, "_is_in_place", False)
+            # From there on it stands for rank 0; before, blocks that ask run everywhere.
             if stage.is_last and self._has_rank_zero:
                 stage.after_blocks = partial(show, 0)
             show(1 if is_other else self._rank)
@@ -115,7 +123,9 @@ class StepWrites:
             self._warn(name, count)
         if self._rank != 0:
             return
+        # In the order in which the step made them, micro-batch after micro-batch.
         for call in calls:
+            # Of a rank of this run, which has pickled it itself: nothing from outside.
             index, path, args, kwargs = pickle.loads(call)
             target: Any = self._module.trainer.loggers[index]
             for place in path:
@@ -137,6 +147,7 @@ class StepWrites:
 
     def _kind_of(self, index: int, kind: type, *, keeps: bool) -> type:
         """Return a class like that of a logger, which records what is called in the step."""
+        # Kept: a class per step would never be freed by whoever caches classes.
         known = self._kinds.get((index, kind))
         if known is not None:
             return known
@@ -144,6 +155,8 @@ class StepWrites:
         def experiment(logger: Any) -> Any:
             self.note()
             if not self._is_in_place:
+                # On a stage that does not write every call is taken and dropped, as Lightning's
+                # own does off rank 0.
                 return DummyLogger().experiment
             if self._records:
                 return _Recorder(self._record, (index, "experiment"))
@@ -169,6 +182,7 @@ class StepWrites:
     def _record(self, path: tuple[Any, ...], args: Any, kwargs: Any) -> None:
         file = io.BytesIO()
         try:
+            # At once: the step may change what it passed, and it is sent after the schedule.
             _Pickler(file).dump((path[0], path[1:], args, kwargs))
         except Exception as error:
             called = ".".join(p if isinstance(p, str) else repr(p[0]) for p in path[1:])
@@ -192,6 +206,7 @@ def logger_like(kind: type, method: Callable[[str], Callable[..., Any]], **attri
         method: Name of a method ``log_...`` -> what stands in its place.
         attributes: What else it has.
     """
+    # `log_dir` is a property of loggers, not a method.
     names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
     methods = {name: method(name) for name in names if callable(getattr(kind, name))}
     return type(f"_{kind.__name__}InStep", (kind,), {**methods, **attributes})
@@ -223,8 +238,10 @@ class _Rank(int):
         self._note()
         return int(self) != 0
 
+    # Defining `__eq__` takes it away.
     __hash__ = int.__hash__
 
+    # A plain number where it is sent to another process.
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
 
@@ -232,12 +249,14 @@ class _Rank(int):
 class _Recorder:
     """Stands for an object of a logger: what is called on it, at any depth, is recorded."""
 
+    # Or Python would call `__getitem__` with 0, 1, ... for ever.
     __iter__ = None
 
     def __init__(self, record: Callable[..., None], path: tuple[Any, ...]) -> None:
         self._record_call, self._path = record, path
 
     def __getattr__(self, name: str) -> "_Recorder":
+        # copy and pickle ask for these, which are no calls of a logger.
         if name.startswith("__"):
             raise AttributeError(name)
         return _Recorder(self._record_call, (*self._path, name))

@@ -57,6 +57,7 @@ class WeightParts(pl.LightningModule):
     def __init__(self, module: pl.LightningModule, settle: Callable[[], None]) -> None:
         super().__init__()
         self._root_device, self._settle = module.device, settle
+        # Named so on the copies as well: `state_dict` must have the same keys.
         persistent = module.state_dict().keys()
         copies: dict[int, Any] = {}
         # All modules come first: those without parameters give buffers their place, too.
@@ -64,6 +65,7 @@ class WeightParts(pl.LightningModule):
             if name:
                 self._owner(name).add_module(name.rpartition(".")[2], nn.Module())
         for name, p in module.named_parameters(remove_duplicate=False):
+            # Tied ones stay tied.
             if id(p) not in copies:
                 copies[id(p)] = like_parameter(p, p.detach().clone())
             self._owner(name).register_parameter(name.rpartition(".")[2], copies[id(p)])
@@ -105,10 +107,12 @@ class _LocalAverage(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Average as torch does."""
         if self.avg_fn is not None:
+            # Torch's function reads them without `parameters()` of ours.
             self.module.parameters()  # settles them
             super().update_parameters(model)
             return
         parts = self.module
+        # Same memory: what torch averages into it is in the parts.
         self.module = _local_tensors(parts)
         try:
             super().update_parameters(_local_tensors(model))
@@ -131,6 +135,7 @@ def defer_averages(trainer: pl.Trainer) -> None:
     checkpoint nothing until `load_averages`; on one device they find the module whole.
     """
     for callback in averaging_callbacks(trainer) if trainer.world_size > 1 else ():
+        # On the object, which hides the methods of its class.
         vars(callback).update(dict.fromkeys(_DEFERRED, lambda *_, **__: None))
 
 
@@ -143,10 +148,12 @@ def make_averages(trainer: pl.Trainer, model: ParallelModel) -> None:
     """
     for callback in averaging_callbacks(trainer):
         # `load_averages` comes after this, and calls the others itself.
+        # One that was not deferred: one device, or a second call.
         if _DEFERRED[0] not in vars(callback):
             continue
         for name in _DEFERRED:
             del vars(callback)[name]
+        # Copies are made of shards.
         _settle(model)
         parts = WeightParts(model.module, partial(_settle, model))
         earlier = _average_of(callback)
@@ -154,6 +161,7 @@ def make_averages(trainer: pl.Trainer, model: ParallelModel) -> None:
         average = _average_of(callback)
         if average is None:
             continue
+        # The callback kept its average, so that its `setup` made none.
         if average is earlier:  # an evaluation after a fit
             state = average.module.state_dict()
             if isinstance(state, LocalWeights):
@@ -161,6 +169,7 @@ def make_averages(trainer: pl.Trainer, model: ParallelModel) -> None:
             else:
                 model.states.load_weights(parts, state, strict=True)
             average.module = parts
+        # Lightning makes the object; only how it averages has to differ.
         average.__class__ = _LocalAverage
 
 
@@ -197,16 +206,19 @@ def load_averages(model: ParallelModel, checkpoint: dict[str, Any], weights: Any
         return
 
     def local(state: Any) -> LocalWeights:
+        # As large as the rank's part: no rank holds a whole average.
         parts = WeightParts(module, lambda: None)
         states.load_weights(parts, state, strict=True)
         return LocalWeights(parts.state_dict())
 
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         checkpoint["state_dict"] = local(weights)
+        # The trained weights are apart: "state_dict" held the average.
         if _CURRENT in checkpoint:
             states.load_weights(module, checkpoint[_CURRENT], strict=True)
             checkpoint[_CURRENT] = LocalWeights(module.state_dict())
     for callback in callbacks:
+        # What Lightning's own call found deferred.
         callback.on_load_checkpoint(trainer, module, checkpoint)
         state = found.get(callback.state_key)
         if state:
