@@ -66,11 +66,15 @@ class DeferredSignals(pl.Callback):
         Args:
             trainer: Runs on every rank; Lightning has registered its handlers.
         """
+        # A validation inside of training begins a loop of its own: the first one stays in charge.
         if self._trainer is trainer or threading.current_thread() is not threading.main_thread():
             return  # only the main thread may have handlers; Lightning has registered none
+        # Of a run that has ended without its teardown.
         self.close()
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
+            # Lightning registers an object of its own (`_HandlersCompose`); a function is the
+            # user's.
             if callable(handler) and type(handler).__module__.startswith("lightning."):
                 self._handlers[number] = handler
                 signal.signal(number, self._receive)
@@ -82,6 +86,7 @@ class DeferredSignals(pl.Callback):
 
     def end(self) -> None:
         """Call the handlers of signals that came during the last batch of the run."""
+        # The end of a validation inside of a fit is none of the run.
         trainer = self._trainer
         if trainer is None or trainer.sanity_checking:
             return
@@ -93,6 +98,7 @@ class DeferredSignals(pl.Callback):
     def close(self) -> None:
         """Give signals their handlers back; what still waits for the end of a batch is dropped."""
         for number, handler in self._handlers.items():
+            # Only where nobody has registered another one since.
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, handler)
         if self._agreement is not None:
@@ -105,6 +111,7 @@ class DeferredSignals(pl.Callback):
 
     def _receive(self, number: int, frame: Any) -> None:
         """Put a signal off until the batch has ended; called as its handler."""
+        # Once for each: a scheduler sends a signal again until the process ends.
         if number in self._waiting or number == self._ending:
             return
         _logger.info("signal %d is answered once this batch has ended.", number)
@@ -117,6 +124,7 @@ class DeferredSignals(pl.Callback):
     def _join(self) -> Place:
         """Join the callbacks, and return a place behind the next end of a batch."""
         assert self._trainer is not None
+        # Only now: until a signal comes a batch has no callback more.
         if self not in callbacks_of(self._trainer):
             callbacks_of(self._trainer).append(self)
         return _next_place(self._trainer)
@@ -136,12 +144,15 @@ class DeferredSignals(pl.Callback):
         trainer = self._trainer
         assert trainer is not None
         is_between = place is not None and trainer.state.fn == TrainerFn.FITTING
+        # All ranks are at the same batch, so all of them put it off alike.
         if is_between and not trainer.sanity_checking and is_accumulating(trainer):
             return  # a checkpoint holds no gradients
+        # Alone there is nobody to agree with: at once.
         due = list(self._waiting) if self._agreement is None else self._agreement.due_at(place)
         for number in due:
             if number in self._waiting:
                 self._waiting.remove(number)  # in place: a signal may come meanwhile
+            # Noted before its handler, which raises.
             if number == signal.SIGTERM:
                 self._ending = number
             handler = self._handlers.get(number)
@@ -164,6 +175,7 @@ class _Agreement:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = default_store()
         # The run is part of every key: a process group may see several of them.
+        # Counted per rank: every rank makes one at the same place, so the numbers agree.
         run = self._store.add(f"lightning_par/signals/runs/{self._rank}", 1)
         self._prefix = f"lightning_par/signals/{run}"
         self._asked: list[int] = []
@@ -192,10 +204,14 @@ class _Agreement:
             place: Where this rank is; None: behind its last batch.
         """
         with self._changed:
+            # Before the place that this rank has named it need not wait: the others cannot have
+            # passed theirs.
             if self._number is None or (place is not None and place < self._mine):
                 return []
+            # At this place the answer is awaited: passing it would break the promise.
             self._changed.wait_for(lambda: self._verdict is not None or self._closing.is_set())
             verdict, number = self._verdict or _OVER, self._number
+            # Another rank is ahead: train on up to its place.
             if verdict != _OVER and place is not None and place < tuple(json.loads(verdict)):
                 return []
             self._verdict = None
@@ -220,19 +236,24 @@ class _Agreement:
         with suppress(RuntimeError):  # the store is gone, and the run with it
             while not self._closing.wait(_PERIOD):
                 is_free = self._number is None
+                # One look at one key: this is all that a run without a signal costs.
                 if is_free and (self._asked or self._store.check([self._key("signal")])):
                     self._agree()
 
     def _agree(self) -> None:
         if self._asked:
             asked = str(self._asked[0])
+            # If two ranks ask at once, the first decides which signal it is; the other's stays
+            # asked.
             number = int(self._store.compare_set(self._key("signal"), "", asked))
         else:
             number = int(self._store.get(self._key("signal")))
         with self._changed:
             if self._closing.is_set():
                 return
+            # Under the lock: from here on the main thread stops at that place.
             self._number, self._mine = number, self._join()
+        # Only after that: whoever reads the place may rely on it.
         self._store.set(self._key("answer", self._rank), json.dumps(self._mine))
         keys = [self._key("answer", rank) for rank in range(self._size)]
         looks = 0
@@ -242,6 +263,7 @@ class _Agreement:
                 return
         found = _OVER
         if self._store.check(keys):
+            # The latest place of all: no rank has passed it, and every rank gets there.
             found = json.dumps(max(json.loads(self._store.get(key)) for key in keys))
         # The first to know or to give up decides for all.
         verdict = self._store.compare_set(self._key("verdict"), "", found)
@@ -271,12 +293,15 @@ def _next_place(trainer: pl.Trainer) -> Place:
     """
     seen: Any = None
     while True:
+        # The counters of the loops, which the main thread changes one after another.
         training, evaluation = _training(trainer), _evaluation(trainer)
         now = (trainer.training, training.ready, training.processed, evaluation.ready)
         if now == seen:
             break
         seen = now
     is_training, ready, processed, evaluated = seen
+    # The next end of a batch of this evaluation.
     if not is_training:
         return ready, evaluated + 1
+    # Inside of a batch its own end may be past the callbacks already: the one behind it is sure.
     return (ready, 1) if processed < ready else (ready + 1, 0)

@@ -59,6 +59,7 @@ class _Home:
     def __init__(self) -> None:
         given = os.environ.get(_HOME)
         self.is_first = given is None
+        # The secret never leaves this machine's processes: it goes by their environment.
         port, _, secret = (given or f"0-{secrets.token_hex(32)}").partition("-")
         self.port, self._secret, self._runs = int(port), secret, 0
         self.key = b""
@@ -116,6 +117,7 @@ class DeviceIslands(MeshProcesses):
         num_nodes: int,
         environment: ClusterEnvironment | None,
     ) -> ClusterEnvironment | None:
+        # `attach` is called again by `set_up`, with the environment that was made here.
         if environment is not None and not isinstance(environment, _Alone):
             self._devices, self._all_nodes = devices, num_nodes
             found = with_ranks(environment, self.num_islands)
@@ -127,16 +129,19 @@ class DeviceIslands(MeshProcesses):
             outer = self._options.outer
             assert outer is not None
             told = outer.island is not None or ISLAND_VARIABLE in os.environ
+            # Sites number their islands one after another: those of site 0 first.
             site, sites = find_island(outer) if told else (0, 1)
             count = self.num_islands
             outer = replace(outer, island=site * count + island, islands=sites * count)
             self._options = replace(self._options, outer=outer)
+        # For the rest of this package the run has one process.
         return super().attach(devices, 1, environment)
 
     @override
     def make_launcher(
         self, preflight: Callable[[pl.Trainer | None, Any], None]
     ) -> PreflightLauncher:
+        # Raises where the sizes do not fit, before anything is started.
         _ = self.sizes
         assert isinstance(self._environment, _Alone)
         environment = self._environment.launched
@@ -252,22 +257,27 @@ class _IslandLauncher(PreflightLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
+        # Only a fit has islands that exchange; a validation runs in each for itself.
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if not self._at_home or not fits:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self._check_home()
         home = _home()
+        # In every process, server or not, so that all have the key of the same run.
         home.next_run()
         if not home.is_first:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self._server = IslandServer("127.0.0.1", home.port, home.key)
         home.port = self._server.port
+        # Of an earlier fit: those islands do not come to this one.
         lost = sum(process.poll() is not None for process in home.processes)
         self._server.meeting.expect(self.num_processes - lost)
+        # A second fit starts no processes again: the first one's run the same script.
         self.procs = home.processes
         os.environ[_HOME] = home.tell()  # the other processes inherit it
         try:
             result = super().launch(function, *args, trainer=trainer, **kwargs)
+            # The server must outlive the last island, which may be slower than this process.
             self._wait(self._server)
             return result
         except BaseException:
@@ -308,6 +318,7 @@ class _IslandLauncher(PreflightLauncher):
             self._note_ends()
 
     def _note_ends(self) -> None:
+        # A status other than 0: one that has finished well is no loss.
         lost = [(i, p) for i, p in enumerate(_home().processes, 1) if p.poll()]
         new = [(island, process) for island, process in lost if island not in self._ended]
         for island, process in new:
@@ -317,6 +328,7 @@ class _IslandLauncher(PreflightLauncher):
                 *(island, process.pid, process.returncode),
             )
         if new and self._server is not None:
+            # Or the rounds would wait for islands that never come.
             self._server.meeting.expect(self.num_processes - len(lost))
 
     def _wait(self, server: IslandServer) -> None:

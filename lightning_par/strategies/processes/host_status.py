@@ -70,6 +70,7 @@ class OtherHost:
     def ask(self) -> Causes:
         """Return what its ranks say, or that they say nothing; see Note [Ask, don't listen]."""
         accepted = False
+        # What has happened is told by where it fails: see the note.
         try:
             with socket.create_connection((self.address, self.port), _PATIENCE) as connection:
                 accepted = True
@@ -78,6 +79,7 @@ class OtherHost:
         except (ConnectionRefusedError, ConnectionResetError):
             why = "answers, but its processes have ended; its log or `dmesg` may say why"
         except (OSError, ValueError, TypeError):
+            # Also an answer that is no JSON: something else listens there.
             why = f"does not answer at {self.address}: it is down, or the network to it is cut"
             if accepted:
                 why = f"answers at {self.address}, but its processes do not: they are frozen"
@@ -88,6 +90,7 @@ def ask_hosts(hosts: Sequence[OtherHost]) -> Causes:
     """Ask other hosts, at the same time, how their ranks are; takes 2 s if one does not answer."""
     found = Causes()
     if hosts:
+        # At the same time, as each of them may take the full patience.
         with ThreadPoolExecutor(min(_MOST, len(hosts))) as pool:
             for causes in pool.map(OtherHost.ask, hosts):
                 found.add(causes)
@@ -124,6 +127,7 @@ class HostStatusServer:
                 connection = self._socket.accept()[0]
                 with connection:
                     connection.settimeout(_PATIENCE)
+                    # Nothing is read, so nobody can make this host do anything.
                     connection.sendall(json.dumps(vars(self.tell())).encode())
 
     def close(self) -> None:

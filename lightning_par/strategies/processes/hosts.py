@@ -97,7 +97,9 @@ def meet_hosts(
     limit = default_pg_timeout if timeout is None else timeout
     deadline = time.monotonic() + limit.total_seconds()
     address, port, name = environment.main_address, environment.main_port, socket.gethostname()
+    # The time for a name to be known and for the ranks to come is one.
     route = _resolve(address, rank, name, deadline)
+    # Under torchrun the agent serves it, at the same address and port.
     serves = rank == 0 and os.environ.get(_AGENT_STORE) != str(True)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
@@ -108,8 +110,10 @@ def meet_hosts(
             serves,
             timeout=left,
             wait_for_workers=False,
+            # Handed over: a TCPStore would bind to all interfaces.
             master_listen_fd=_listen(address, port) if serves else None,
         )
+        # First where, then the count: who has been counted can be read.
         store.set(_key(rank), json.dumps([name, route.address]))
         store.add(_COUNT, 1)
         _wait_for_all(store, rank, world_size, deadline, f"{address}:{port} within {limit}")
@@ -123,6 +127,7 @@ def meet_hosts(
             "running there, and does a firewall between the hosts let this port through? "
             "MASTER_ADDR must be an address of the first host that the others reach.",
         ) from error
+    # `left` was for the rendezvous; torch makes groups through this store later.
     store.set_timeout(default_pg_timeout)
     return store, [_read(text) for text in said]
 
@@ -137,6 +142,7 @@ def gather_hosts(address: str) -> list[HostOf]:
     """
     route = find_route(address)
     own = HostOf(name=socket.gethostname(), address="" if route is None else route.address)
+    # A group exists already, made by the user or by an earlier run.
     found = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
@@ -163,6 +169,7 @@ def _resolve(address: str, rank: int, name: str, deadline: float) -> Route:
         if route is not None:
             return route
         if time.monotonic() > deadline:
+            # After at least one try, however short the time is.
             raise MeshError(
                 "LP708",
                 f"rank {rank} on host {name} does not find rank 0: MASTER_ADDR={address!r}: "
@@ -204,9 +211,11 @@ def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, 
         if time.monotonic() < deadline:
             time.sleep(_PERIOD)
             continue
+        # Each key for itself, as `check` of all says only whether all are there.
         missing = [other for other in range(world_size) if not store.check([_key(other)])]
         there = [other for other in range(world_size) if other not in missing]
         hosts = [_read(store.get(_key(other))) for other in there]
+        # All that came give up at the same deadline, and read who is missing.
         _leave(store, rank, len(there))
         raise MeshError(
             "LP707",
@@ -220,6 +229,7 @@ def _leave(store: TCPStore, rank: int, ranks: int) -> None:
     """Say that this rank has read; rank 0, whose end is that of the store, waits for the others."""
     deadline = time.monotonic() + _GRACE
     store.add(_READ, 1)
+    # With a limit: a rank that died after it was counted never reads.
     while rank == 0 and store.add(_READ, 0) < ranks and time.monotonic() < deadline:
         time.sleep(_PERIOD)
 
@@ -236,6 +246,8 @@ def check_placement(sizes: ParallelSizes, hosts: Sequence[HostOf]) -> None:
     """
     problems = [
         _say_places(group, [hosts[rank] for rank in group])
+        # Only tp: its all-reduces come in every layer, and wait for each other. Other axes may
+        # span hosts.
         for group in sizes.groups(("tp",))
         if len({hosts[rank].name for rank in group}) > 1
     ]
@@ -279,8 +291,10 @@ def name_common_interface(hosts: Sequence[HostOf], rank: int, route: Route) -> l
         The environment variables set here; the caller removes them at the end of the run.
     """
     if route.interface is None:
+        # gloo and NCCL find one themselves.
         return []
     own = hosts[rank].name
+    # One rank per host says it.
     first = min(r for r, host in enumerate(hosts) if host.name == own)
     named = name_interface(route.interface, GLOO, NCCL)
     if rank == first:
@@ -340,5 +354,6 @@ def number_of(environment: ClusterEnvironment | None, num_nodes: int, num_local:
     if environment is None:
         return 0
     node, local = environment.node_rank(), environment.local_rank()
+    # An environment that numbers otherwise is taken at its word.
     fits = 0 <= node < num_nodes and 0 <= local < num_local
     return node * num_local + local if fits else environment.global_rank()

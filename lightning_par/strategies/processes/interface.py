@@ -50,6 +50,7 @@ def find_route(target: str) -> Route | None:
     """
     for family, kind, _, _, place in socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
+            # Sends nothing: UDP. Only the kernel's routing table is asked.
             probe.connect(place)
             address = str(probe.getsockname()[0]).partition("%")[0]
             return Route(address=address, interface=dict(_addresses()).get(address))
@@ -94,6 +95,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
     if sys.platform not in ("linux", "darwin"):
         return
     library, first = ctypes.CDLL(None), ctypes.POINTER(_Entry)()
+    # Nonzero: an error. Then nobody knows names, and the variables stay unset.
     if library.getifaddrs(ctypes.byref(first)):
         return
     try:
@@ -108,6 +110,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
                 )
                 if family in _FAMILIES:
                     part = _FAMILIES[socket.AddressFamily(family)]
+                    # The whole sockaddr up to the end of the address, then its slice.
                     packed = ctypes.string_at(found.address, part.stop)[part]
                     yield socket.inet_ntop(family, packed), found.name.decode()
             entry = found.next

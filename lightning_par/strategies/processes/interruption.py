@@ -55,11 +55,14 @@ class Interruption:
 
     def ranks_are_together(self) -> bool:
         """Return whether ranks may communicate; see Note [Exceptions]."""
+        # Nobody to be apart from.
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
+        # In a run ranks are together by construction; a new exception is asked about anew.
         if not self.is_handled:
             self._together = None
             return True
+        # Once per exception: all ranks ask in the same order, and the first answer holds.
         if self._together is None:
             self._together = not self._torn and self._agree_on_stopping()
         return self._together
@@ -72,10 +75,12 @@ class Interruption:
         keys = [f"{prefix}/{rank}" for rank in range(dist.get_world_size())]
         verdict = "apart"
         with suppress(RuntimeError):  # others do not come, or whoever served the store is gone
+            # No collective: a store answers also while the others hang.
             store.set(keys[dist.get_rank()], "")
             store.wait(keys, self._limit)
             verdict = "together"
         with suppress(RuntimeError):
+            # The verdict of one is that of all, or some would communicate and others not.
             decided = store.compare_set(f"{prefix}/verdict", "", verdict)
             return bool(decided == b"together")
         return False

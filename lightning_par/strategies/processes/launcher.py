@@ -87,15 +87,18 @@ class PreflightLauncher(SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
+        # Here in the first process alone: errors of options are printed once, in a second.
         self._preflight(trainer, args[0] if args else None)
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         self.data = given.get("train_dataloaders", given.get("dataloaders"))
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        # After `validate_settings`, which knows its environment's own rules.
         self._check_count()
         starts = self.num_processes * self.num_nodes > 1  # alone it sets no variables either
         externally = self.cluster_environment.creates_processes_externally
+        # A second method of the Trainer finds the processes of the first one.
         if starts and not self.procs and not externally:
             os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
@@ -103,14 +106,17 @@ class PreflightLauncher(SubprocessScriptLauncher):
         with ExitStack() as stack:
             stack.enter_context(self._observed())
             stack.enter_context(showing(progress_of(trainer)))
+            # Alone, this package leaves threads and Lightning's functions as they are.
             if starts:
                 stack.enter_context(diverted(BaseFinetuning.filter_on_optimizer, _not_held))
                 _divide_cores(self.num_processes)
             try:
                 return function(*args, **kwargs)
+            # Not an error: a tuner leaves the fit by it.
             except TunerExit:
                 raise
             except BaseException as error:
+                # Also for KeyboardInterrupt and SystemExit: others wait for a rank that leaves.
                 clearer = self._explain(error)
                 if clearer is not None:
                     raise clearer from error
@@ -136,6 +142,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
     def _observed(self) -> Iterator[None]:
         """Surrounds a run, in which a thread watches for the end of other processes."""
         observe = None
+        # Either this process started others, or it was started by one.
         if self.procs:
             observe = self._observe_children
         elif self.sees_processes:
@@ -158,6 +165,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         """End this process if the one that started it is gone while nobody else watches."""
         launcher = os.getppid()
         while not over.wait(_PERIOD):
+            # An orphan gets another parent (init, or a subreaper).
             if self.observes and os.getppid() != launcher:
                 _logger.critical("the process that started this one (pid %d) is gone.", launcher)
                 os._exit(1)
@@ -166,9 +174,11 @@ class PreflightLauncher(SubprocessScriptLauncher):
         """End all processes of this node if one that was started here fails while nobody else
         watches.
         """
+        # While a run goes on `RankWatch` sees more, and says more.
         while not self.observes or not any(process.poll() for process in self.procs):
             if over.wait(_PERIOD):
                 return
+        # The exception of this process, if there is one, is to be printed first.
         if not over.wait(_GRACE) and self.observes:
             _logger.critical("%s All processes of this node end.", _describe(self.procs))
             self.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
@@ -219,6 +229,7 @@ def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
     """
     given = list(params)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # By identity: comparing a shard with a whole tensor would fail or gather.
     new = [p for p in given if id(p) not in held]
     if len(new) < len(given):
         rank_zero_warn(

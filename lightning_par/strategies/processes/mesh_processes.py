@@ -131,6 +131,7 @@ class MeshProcesses:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
+        # A copy of the strategy, as a proof or a tuner makes it, sets processes up for itself.
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter", "catch_up"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
@@ -155,12 +156,14 @@ class MeshProcesses:
             ConfigurationError: See `with_ranks`.
         """
         self._devices, self._num_nodes = devices, num_nodes
+        # Before Lightning asks it anything: ranks are numbered as the mesh needs them.
         environment = self._environment = with_ranks(environment, num_nodes * self.num_local)
         self._rank = number_of(environment, num_nodes, self.num_local)
         if environment is not None:
             environment.set_global_rank(self._rank)
             environment.set_world_size(num_nodes * self.num_local)
         # Only the first rank of the first island logs.
+        # Far beyond any rank: no process of another island is rank zero.
         others = 0 if self._options.outer is None else self.island << 20
         rank_zero_only.rank = self.rank + others  # type: ignore[attr-defined]
         return environment
@@ -245,6 +248,7 @@ class MeshProcesses:
         trainer = trainer_of(self.interruption.module)
         divides = trainer is None or trainer.training
         island, islands = find_island(self._options.outer) if divides else (0, 1)
+        # Islands alternate, so that each has samples from all over an epoch.
         rank = self.sizes.data_rank(self.rank) * islands + island
         return {"num_replicas": self.sizes.data * islands, "rank": rank}
 
@@ -281,6 +285,7 @@ class MeshProcesses:
         CPU.
         """
         chosen, device = self._options.process_group_backend, self.device
+        # "cuda:nccl,cpu:gloo": the user has chosen for each device.
         if device.type == "cpu" or (chosen is not None and ":" in chosen):
             return chosen or "gloo"
         chosen = chosen or dist.get_default_backend_for_device(device)
@@ -314,6 +319,7 @@ class MeshProcesses:
         """Tell the other ranks of an exception, and the user of its cause; return a clearer one."""
         clearer = None
         raised_here = not is_communication_error(error)
+        # Another rank is gone: whoever asks the store from now on might wait for ever.
         if not raised_here:
             self.interruption.tear()
         if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
@@ -330,6 +336,7 @@ class MeshProcesses:
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
         waits = self._waits
+        # Sizes that are planned need the model first: `choose` then makes the mesh.
         if not waits:
             self._arrange()
         if self.world_size > 1 and "PL_GLOBAL_SEED" in os.environ:
@@ -337,6 +344,7 @@ class MeshProcesses:
             # back to the state before what the script has drawn.
             cpu = torch.device("cpu")
             restore_random_states(self.broadcast(collect_random_states(cpu), 0), cpu)
+        # Once per run: `set_up` is called for every method of the Trainer.
         if self._watch is None and self.world_size > 1:
             self._opened.enter_context(whole_values())
             assert self._environment is not None
@@ -397,6 +405,7 @@ class MeshProcesses:
         if self._mesh is None:
             timeout = self.world.timeout(self._options.timeout)
             self._mesh = build_mesh(self.sizes, self.device.type, timeout)
+        # Of the mesh before: which collectives are refused depends on its sizes.
         self._collectives.close()
         self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
         self._collectives.enter_context(whole_random_draws())
@@ -423,6 +432,7 @@ class MeshProcesses:
             store = self._meet_hosts()
         self._variables += self._name_interface()
         if self._num_nodes == 1:
+            # One device gets a group as well, since DTensor and FSDP2 ask for one.
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
                 init_alone(self.backend, timeout)
@@ -513,6 +523,7 @@ class MeshProcesses:
             self._observe_children(True)
         if self._owns_group:
             self._owns_group = False
+            # The user may have destroyed it.
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -21,12 +21,14 @@ def find_copy(names: Iterable[str]) -> tuple[str, str] | None:
     """
     inside: dict[str, set[str]] = defaultdict(set)
     for name in names:
+        # Under each prefix of one or two parts, what is below it.
         parts = name.split(".")
         for depth in _DEPTHS:
             if len(parts) > depth + 1:
                 inside[".".join(parts[:depth])].add(".".join(parts[depth:]))
     owners: dict[frozenset[str], str] = {}
     for owner, found in inside.items():
+        # The first module with these names below it.
         other = owners.setdefault(frozenset(found), owner)
         is_nested = owner.startswith(other + ".")
         # Blocks of a list are alike, too: their names differ in a number only.
@@ -50,6 +52,7 @@ def explain_copy(error: BaseException, copy: tuple[str, str]) -> ConfigurationEr
         None if the error is of another kind.
     """
     kinds = (KeyError, IndexError, ValueError, RuntimeError)
+    # What code raises that pairs parameters by name, by place, or by shape.
     if not isinstance(error, kinds) or isinstance(error, LightningParError):
         return None
     one, other = copy

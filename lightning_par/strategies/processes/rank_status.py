@@ -87,6 +87,7 @@ class RankStatusFile:
         start = self._slot * _SLOT_SIZE
         self._record = memoryview(self._memory)[start : start + RECORD_SIZE]
         self._dead: set[int] = set()  # slots; whoever asks a lock as well may make them seem alive
+        # Before the status says RUNNING: without the lock it would seem dead.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
         activity.share(self._record)
         self.say(RankStatus.RUNNING)
@@ -96,6 +97,7 @@ class RankStatusFile:
         """Make the file for `size` ranks."""
         descriptor, name = tempfile.mkstemp(prefix="lightning_par-ranks-")
         with os.fdopen(descriptor, "wb") as file:
+            # Zeros: ABSENT for every slot.
             file.truncate(size * _SLOT_SIZE)
         return Path(name)
 
@@ -118,8 +120,10 @@ class RankStatusFile:
 
     def _look(self, slot: int) -> RankState:
         start = slot * _SLOT_SIZE
+        # One copy, as the other process may write meanwhile.
         seen = bytes(self._memory[start : start + _SLOT_SIZE])
         pid, status, when, fault = _STATUS.unpack_from(seen, RECORD_SIZE)
+        # Once dead, always dead: another rank that asks the lock holds it for a moment.
         is_alive = slot not in self._dead and (slot == self._slot or self._is_locked(start))
         if status != RankStatus.ABSENT and not is_alive:
             self._dead.add(slot)
@@ -140,6 +144,7 @@ class RankStatusFile:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
         except OSError:
             return True
+        # Given back at once, or others would take the slot for alive.
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, start)
         return False
 
@@ -147,6 +152,7 @@ class RankStatusFile:
         """Give the slot up; a rank that is running has ended well."""
         if self._look(self._slot).status is RankStatus.RUNNING:
             self.say(RankStatus.ENDED)
+        # The activity goes on, in memory that does not go away.
         self._activity.share(bytearray(RECORD_SIZE))
         self._record.release()
         self._memory.close()
@@ -156,6 +162,8 @@ class RankStatusFile:
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal; where the system has no /proc nobody knows."""
     try:
+        # The name of the process, in parentheses, may hold anything: the state comes behind the
+        # last one.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False

@@ -76,9 +76,11 @@ def loopback_store(
     listening = None
     if rank == 0:
         with socket.socket() as server:
+            # The port of a run that has just ended is in TIME_WAIT.
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind((_LOOPBACK, port))
             server.listen()
+            # The store closes it.
             listening = server.detach()
     try:
         store = TCPStore(

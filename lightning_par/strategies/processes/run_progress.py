@@ -42,6 +42,7 @@ class RunProgress(pl.Callback):
         if folder is None or "://" in str(folder):
             return
         self._path = Path(folder) / _NAME
+        # No file, or one that a killed process left empty.
         with suppress(OSError, ValueError):
             before, now = int(self._path.read_text()), trainer.global_step
             self._has_saved = True
@@ -52,6 +53,7 @@ class RunProgress(pl.Callback):
                     *(now, folder, before, before - now),
                     "" if now else " ckpt_path='last' goes on from its last checkpoint.",
                 )
+        # Alone and without an earlier file, nothing is written: a plain run leaves no trace.
         if follows or self._has_saved:
             callbacks_of(trainer).append(self)
 
@@ -66,6 +68,7 @@ class RunProgress(pl.Callback):
         with suppress(OSError):
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+            # Always the same length at the same place: nothing is ever cut off.
             os.pwrite(self._descriptor, b"%020d\n" % trainer.global_step, 0)
 
     @override

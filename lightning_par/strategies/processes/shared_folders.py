@@ -46,15 +46,19 @@ def check_folder_is_shared(folder: str, hosts: Sequence[HostOf]) -> None:
     mark: Any = None
     if dist.get_rank() == 0:
         place = Path(folder).absolute()
+        # The nearest folder that exists: that of the checkpoints is made later.
         place = next(parent for parent in (place, *place.parents) if parent.is_dir())
         with suppress(OSError):  # saving will say why nothing can be written there
             mark = tempfile.NamedTemporaryFile(dir=place, prefix=".lightning_par-")  # noqa: SIM115
     box = [folder, None if mark is None else mark.name]
     try:
+        # Reached by all ranks, also where rank 0 could not write: then there is nothing to look
+        # for.
         dist.broadcast_object_list(box, 0)
         blind = [] if box[1] is None else _blind_hosts(Path(box[1]), hosts)
     finally:
         if mark is not None:
+            # After the gather in `_blind_hosts`: every rank has looked. Closing removes the file.
             mark.close()
     if blind:
         raise CheckpointError(
@@ -79,6 +83,7 @@ def check_path_is_shared(path: str, hosts: Sequence[HostOf]) -> None:
     **Communicates**: one truth value, between all ranks.
     """
     blind = _blind_hosts(Path(path), hosts)
+    # Seen by nobody: it does not exist, which the reader says better.
     if blind and len(blind) < len({host.name for host in hosts}):
         raise CheckpointError("LP513", f"{_say(blind)} not see {path}, which others do. {_CURE}")
 

@@ -35,6 +35,8 @@ class WaitingPlace:
     def look(self) -> str:
         """Return where the main thread has waited since the last look; empty if it has not."""
         place = _place(sys._current_frames().get(threading.main_thread().ident or 0))
+        # The same line twice may be two visits: a thread that has slept in between has one more
+        # voluntary switch.
         now = (place, _switches()) if place else None
         waits = now is not None and now[1] != "" and now == self._before
         self._before = now
@@ -46,6 +48,7 @@ def hook_of(error: BaseException) -> str:
     empty if it was in none.
     """
     found = ""
+    # From the outside in: the first frame of the user's below Lightning's loop.
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if _LOOPS in file:
@@ -61,6 +64,8 @@ def _switches() -> str:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return ""
+    # Voluntary alone: a waiting thread is interrupted, too. 173 waits |= depth < _INNERMOST and|
+    # Only near the innermost frame: the loop itself is below files of torch.
     return "".join(line for line in status.splitlines() if line.startswith("voluntary"))
 
 
@@ -81,6 +86,7 @@ def _place(frame: FrameType | None) -> str:
         if not is_of_a_framework(file):
             places.append(place)
         frame = frame.f_back
+    # The innermost line of the user's and the outermost one, the hook.
     return ", from ".join(dict.fromkeys([*places[:1], *places[-1:]])) if waits else ""
 
 
@@ -106,8 +112,10 @@ class RanksApart:
         places = {state.rank: state.fault for state in states}
         said = {state.rank: state.when for state in states}
         waits = all(s.status is RankStatus.RUNNING and not s.is_stopped and s.fault for s in states)
+        # All in one place is a slow collective, no deadlock.
         if not waits or len({*places.values()}) < 2:
             places, self._seen = {}, 0
+        # Some rank has moved: counting begins anew.
         elif places != self._places:
             self._seen = 1
         elif all(said[rank] > self._said[rank] for rank in said):

@@ -91,17 +91,21 @@ def open_status_file(
     path = None
     if local_rank == 0:
         # The node's size is not known yet: room for every rank costs 700 bytes each.
+        # In the folder for temporary files, which ranks of a node share, containers perhaps not.
         path = str(RankStatusFile.create(dist.get_world_size()))
     asked = None if server is None else (server.address, server.port)
     offers: list[Any] = [None] * dist.get_world_size()
+    # Name and first rank: containers may have the same host name.
     dist.all_gather_object(offers, ((name, rank - local_rank), path, asked))
     nodes: dict[tuple[str, int], list[int]] = {}
     for other, (node, _, _) in enumerate(offers):
         nodes.setdefault(node, []).append(other)
     ranks = nodes.pop((name, rank - local_rank))
     file = None
+    # Another mount of /tmp: these ranks then go unwatched, and the run works.
     with suppress(OSError):
         file = RankStatusFile(Path(offers[ranks[0]][1] or ""), ranks, rank, activity)
+    # Every rank has opened it, or has failed to.
     dist.barrier()
     if path is not None:
         Path(path).unlink()  # whoever has opened it keeps it; nothing is left behind
@@ -143,6 +147,7 @@ class RankWatch:
         self._speaks = speaks
         self._host = f" on host {socket.gethostname()}" if others else ""
         if server is not None:
+            # Set here, as it needs the file; until then it tells nothing.
             server.tell = lambda: self._causes(self._file.look())
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._stopping, self._speaking = threading.Event(), threading.Lock()
@@ -172,12 +177,15 @@ class RankWatch:
         if _has_lost_worker(fault):
             error.add_note(_LOST_WORKER)
             said = f"{said}: {_LOST_WORKER}"
+        # The thread says where this rank waits, and must not overwrite its failure.
         with self._speaking:
             self._file.say(status, said)
+        # This rank is itself the cause: the others are told, and it ends at once.
         if not cut_off:
             if not isinstance(error, LightningParError) and self.sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
             return
+        # A connection may break before the lock of the dead process is free.
         _look_for(_SETTLE, self._is_settled)
         causes = self._find_causes(self._file.look())
         said, hook = self._describe(causes), hook_of(error)
@@ -192,6 +200,7 @@ class RankWatch:
             _print_instead_of_traceback(said, said if self._speaks else "")
             _look_for(_KILL, lambda: not self._raised())
         _look_for(_KILL - _SETTLE, lambda: self._is_settled() or not self._unresponsive())
+        # Nobody died or raised: some wait for ever, and are not to stay as orphans.
         if not self._is_settled():
             self._kill_unresponsive()
 
@@ -224,8 +233,10 @@ class RankWatch:
             states, now = self._file.look(), time.monotonic()
             mine = next(s for s in states if s.rank == self._file.rank)
             count += 1
+            # Rarely: it reads all frames, and two looks have to be some seconds apart.
             if count % _APART == 0 and mine.status is RankStatus.RUNNING:
                 self._say_place(place.look())
+                # Only if all ranks of the run are on this node: places of others are not known.
                 if not self._others_hosts and (places := apart.look(states)):
                     self._end_apart(places)
             if mine.status is not RankStatus.RUNNING:
@@ -240,6 +251,7 @@ class RankWatch:
             if not any(s.is_dead or s.status in failed for s in states):
                 looks = 0
                 continue
+            # See Note [A busy machine]: not by the clock.
             looks += 1
             if looks * _PERIOD > _GRACE:
                 self._end(states)
@@ -263,6 +275,8 @@ class RankWatch:
                 "trainer.strategy.broadcast(value), or reduce_boolean_decision(value, all=False).",
             )
             _logger.critical("%s", told)
+        # Their looks come at other times; a rank that vanished at once would be the cause they
+        # name.
         for _ in range(3):  # in which the others see the same
             self._say_place(places[self._file.rank])
             time.sleep(_APART * _PERIOD)
@@ -276,6 +290,7 @@ class RankWatch:
             faulthandler.dump_traceback(all_threads=True)
         elif self._speaks:  # see Note [One traceback]
             _logger.critical("%s", said)
+        # Others of this node end in the same way, each with its own words.
         time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
         os._exit(1)
@@ -286,6 +301,7 @@ class RankWatch:
     def _causes(self, states: Sequence[RankState]) -> Causes:
         """Return what the ranks of this node say."""
         failed = [s for s in states if s.status is RankStatus.FAILED]
+        # The first one to raise: those after it mostly follow from it.
         failed.sort(key=lambda s: s.when)
         running = [s for s in states if s.status is RankStatus.RUNNING and not s.is_dead]
         now = time.monotonic()
@@ -302,6 +318,7 @@ class RankWatch:
     def _find_causes(self, states: Sequence[RankState]) -> Causes:
         """Return what the ranks of this node say or, if none of them is the cause, all others."""
         causes = self._causes(states)
+        # Only then over the network: an answer may take two seconds.
         if not causes.dead and not causes.failed:
             causes.add(ask_hosts(self._others_hosts))
         return causes
@@ -345,6 +362,7 @@ def _print_instead_of_traceback(note: str, text: str) -> None:
     print_traceback = sys.excepthook
 
     def log_text(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        # Another error, raised after it, has its traceback.
         if note not in getattr(error, "__notes__", ()):
             print_traceback(kind, error, traceback)
         elif text:
@@ -371,6 +389,7 @@ def _has_lost_worker(error: BaseException) -> bool:
     """Whether a loader's worker ended while it sent a batch, of which torch tells no more."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = {frame.f_globals.get("__name__") for frame, _ in frames}
+    # Both kinds are also raised elsewhere, hence the frames.
     return isinstance(error, ConnectionError | EOFError) and _LOADER in modules
 
 
@@ -378,4 +397,5 @@ def is_communication_error(error: BaseException) -> bool:
     """Whether a rank failed only because it could not reach another one."""
     if isinstance(error, dist.DistError):
         return True
+    # gloo and NCCL raise plain RuntimeErrors in places; their texts name them.
     return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None

@@ -72,14 +72,18 @@ def gather_over_replicas(
         group = mesh.data_group
         if mesh.sizes.context > 1:
             _check_tokens(mesh, tensor)
+    # As `Strategy.all_gather` of Lightning: a graph only where it was asked for.
     with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+        # Its backward sums what every rank does with the gathered tensors: a reduce-scatter.
         gather = gather_partial if sync_grads and tensor.requires_grad else all_gather
         return gather(tensor[None], 0, group)
 
 
 def _check_tokens(mesh: ParallelMesh, tensor: Tensor) -> None:
     group = mesh.group("cp")
+    # On every rank of the axis, as all of them call `all_gather`.
     every = all_gather(tensor.detach()[None], 0, group)
+    # Some tolerance: what was joined over the axis differs by roundings.
     if not torch.allclose(every, every[:1], rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigurationError(
             "LP321",
@@ -100,6 +104,7 @@ def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterato
         sizes: Of the mesh.
         activity: Tells whether a pipeline runs the user's step.
     """
+    # Every rank is a replica: all collectives mean what they say.
     if sizes.data == sizes.world_size:
         yield
         return
@@ -107,6 +112,8 @@ def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterato
         for name in (*_COUNTING, *_TOGETHER):
             function = getattr(dist.distributed_c10d, name)  # also while `dist` has another
             check = partial(_check, sizes, activity, name)
+            # The code of the function itself is replaced, as users import it by name; a copy
+            # keeps the original.
             original = copied_function(function)
             stack.enter_context(diverted(function, _checked(original, check)))
         yield
@@ -120,6 +127,7 @@ def _checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Call
     @wraps(original)  # whose signature a run inside of this one asks for
     def run(*args: Any, **kwargs: Any) -> Any:
         group = args[place] if len(args) > place else kwargs.get("group")
+        # With a group of their own users know what they do.
         if group is None or group is dist.group.WORLD:
             check(args[op_place] if len(args) > op_place else kwargs.get("op"))
         return original(*args, **kwargs)
@@ -130,10 +138,12 @@ def _checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Call
 def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None:
     """Refuse a collective over all ranks that the user's code calls."""
     doing = activity.now()
+    # Inside of a step under a pipeline only the last stage gets to this line.
     in_stage = sizes.pipeline > 1 and bool(doing.action) and doing.micro_batch >= 0
     is_same = name in _TOGETHER or (op is not None and _name_of(op) in _SAME_OF_COPIES)
     if is_same and not in_stage:
         return
+    # Last, as walking frames is the dearest of these questions.
     frame = user_frame(sys._getframe(1))
     if frame is None or (not in_stage and frame.f_globals.get("__name__") in _ASKS_FOR_ANY):
         return
@@ -161,6 +171,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the frame of the user's code that called a collective; None if a framework did."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
+        # Decorators and wrappers of torch stand between the user's code and the function.
         if module != __name__ and module not in _PASSED_ON:
             return None if module.partition(".")[0] in _OF_FRAMEWORKS else frame
         frame = frame.f_back

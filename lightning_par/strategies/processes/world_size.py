@@ -96,6 +96,7 @@ def _noting(number: _Number, places: list[str], most: int | None) -> Iterator[No
         places.append(f"{name} in line {frame.f_lineno} of {frame.f_code.co_filename}")
         if most is None:
             return found
+        # `is_global_zero` answers for the rank that is pretended.
         return most == 0 if isinstance(found, bool) else min(int(found), most)
 
     with _diverted(number, read):
@@ -107,6 +108,7 @@ def _diverted(number: _Number, read: Callable[[str, Callable[[], Any]], Any]) ->
     """Let every way to read a number go by a function, which gets its name and the way itself."""
 
     def of_object(owner: Any, label: str, name: str) -> property:
+        # The property of the class, also an inherited one.
         given = getattr(owner, name)
         return property(lambda it: read(f"{label}.{name}", lambda: given.fget(it)))
 
@@ -115,6 +117,7 @@ def _diverted(number: _Number, read: Callable[[str, Callable[[], Any]], Any]) ->
     def of_torch(group: Any = None) -> Any:
         is_whole = group is None or group is dist.group.WORLD
         name = f"dist.{plain.__name__}()"
+        # Sizes of other groups do not tell how many processes there are.
         return read(name, lambda: plain(group)) if is_whole else plain(group)
 
     def of_group(group: Any) -> Any:
@@ -126,6 +129,7 @@ def _diverted(number: _Number, read: Callable[[str, Callable[[], Any]], Any]) ->
     variable = environment.__getitem__
 
     def of_environment(environ: Any, key: str) -> str:
+        # Nearly always: reading the environment has to stay cheap.
         if key not in number.variables:
             return str(variable(environ, key))
         return str(read(f"os.environ[{key!r}]", lambda: variable(environ, key)))
