@@ -25,6 +25,8 @@ class StartValues:
         optimizers: The whole state of every optimizer, as one process has it; on rank 0. None:
             nobody asked for them, or they cannot be gathered.
         put_outside: Puts back what the user's code keeps outside of its module as it was then.
+        trains: Names of the parameters that are not frozen; on rank 0. None: those that were not
+            when the module was put on the mesh.
         is_later: Whether the step comes after others of this run, and the hooks before it have run.
     """
 
@@ -36,6 +38,7 @@ class StartValues:
     groups: Sequence[Mapping[str, float]] = ()
     optimizers: Sequence[Mapping[str, Any]] | None = None
     put_outside: Callable[[], None] = lambda: None
+    trains: frozenset[str] | None = None
     is_later: bool = False
     batch: int = 0
 

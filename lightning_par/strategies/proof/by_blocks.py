@@ -32,6 +32,7 @@ from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.observe.compare import GradientDifferences
 from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.proof.gathering import (
+    Form,
     gather_buffers,
     gather_forms,
     gather_tensors,
@@ -67,7 +68,10 @@ class TooLongError(CannotProveError):
         self.seconds = seconds
 
     def __str__(self) -> str:
-        return f"one process would need about {self.seconds / 60:.0f} minutes for its batch"
+        return (
+            f"one process would need about {self.seconds / 60:.0f} minutes for its batch; it is "
+            "proved once the share of the run's time has paid for that"
+        )
 
 
 def compare_by_blocks(
@@ -92,13 +96,14 @@ def compare_by_blocks(
             "without dropout: not in manual optimization, with an optimizer on the host, with "
             "compressed gradients, with compiled blocks or with a scaled loss"
         )
-    model, begin = step.model, monotonic()
+    model = step.model
+    # Before the batch, which may change buffers.
+    forms, buffers, begin = gather_forms(model), gather_buffers(model), monotonic()
     with step.taken() as weighted:
         loss = global_loss(model, weighted, step.device)
         seconds = _WORK * model.mesh.sizes.world_size * (monotonic() - begin)
         model.sharding.release()
         pieces = _Pieces(model)
-        forms, buffers = gather_forms(model), gather_buffers(model)
         if judge is None:
             pieces.serve()
 
@@ -228,7 +233,7 @@ class _Reference:
     Args:
         judge: Compares.
         pieces: Of the mesh.
-        forms: Name -> shape and dtype of every parameter.
+        forms: Name -> form of every parameter.
         buffers: Name -> value of every buffer.
     """
 
@@ -236,16 +241,17 @@ class _Reference:
         self,
         judge: Judge,
         pieces: _Pieces,
-        forms: Mapping[str, tuple[torch.Size, torch.dtype]],
+        forms: Mapping[str, Form],
         buffers: Mapping[str, Tensor],
     ) -> None:
         self._pieces, self._given = pieces, judge
         self._parameters = {
-            name: _without_memory(parameter, *forms[name], judge.device)
+            name: _without_memory(parameter, forms[name], judge.device)
             for name, parameter in judge.skeleton.module.named_parameters()
         }
         self._tensors: dict[str, Tensor] = {**buffers, **self._parameters}
-        start = replace(judge.given.start, tensors=self._tensors)
+        trains = frozenset(name for name, form in forms.items() if form.is_trained)
+        start = replace(judge.given.start, tensors=self._tensors, trains=trains)
         self._judge = replace(judge, given=replace(judge.given, start=start, prepare=self._prepare))
         self._differences = GradientDifferences("gradient", self._judge.tolerance)
 
@@ -278,7 +284,7 @@ class _Reference:
         """Let the blocks of the copy keep their inputs only, and compare each gradient at once."""
         parts = dict(module.named_modules())
         for name in self._given.model.resolved.block_names:
-            if name in parts:
+            if name in parts and not _keeps_numbers(parts[name]):
                 recompute(parts[name], "full")
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -290,13 +296,21 @@ class _Reference:
         self._differences.add(name, self._pieces.ask("gradient", name), gradient.cpu())
 
 
-def _without_memory(
-    like: nn.Parameter, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
+def _without_memory(like: nn.Parameter, form: Form, device: torch.device) -> nn.Parameter:
     """Return a parameter whose storage has no bytes: only a `GatheredWhenRead` lets it be read."""
-    parameter = like_parameter(like, torch.empty(shape, dtype=dtype, device=device))
+    data = torch.empty(form.shape, dtype=form.dtype, device=device)
+    parameter = like_parameter(like, data)
     parameter.untyped_storage().resize_(0)
     return parameter
+
+
+def _keeps_numbers(block: nn.Module) -> bool:
+    """Whether a block has buffers that a forward may change, and read when it runs again."""
+    parameters = {name for name, _ in block.named_parameters(remove_duplicate=False)}
+    # `keep_vars`, as a detached parameter counts as one that was read.
+    kept = block.state_dict(keep_vars=True).items()
+    buffers = [value for name, value in kept if name not in parameters]
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in buffers)
 
 
 def _refuse_to_fill(tensor: Tensor) -> None:

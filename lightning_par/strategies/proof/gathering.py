@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.batch_weights import weigh
 
 __all__ = [
+    "Form",
     "from_first",
     "gather_batches",
     "gather_buffers",
@@ -30,6 +31,16 @@ __all__ = [
     "gather_tensors",
     "global_loss",
 ]
+
+
+class Form(NamedTuple):
+    """What is known of a parameter without its value: shape of the whole, dtype, and whether it is
+    trained.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_trained: bool
 
 
 @torch.no_grad()
@@ -88,8 +99,8 @@ def gather_buffers(model: ParallelModel) -> dict[str, Tensor]:
     return gather_tensors(buffers, canonical, model.mesh)
 
 
-def gather_forms(model: ParallelModel) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of all parameters, whole, on rank 0; elsewhere nothing.
+def gather_forms(model: ParallelModel) -> dict[str, Form]:
+    """Return the forms of all parameters on rank 0; elsewhere nothing.
 
     Args:
         model: The model on the mesh.
@@ -100,8 +111,8 @@ def gather_forms(model: ParallelModel) -> dict[str, tuple[torch.Size, torch.dtyp
     if any(at for axis, at in mesh.place.items() if axis != "pp"):
         return {}
     named = model.module.named_parameters()
-    own = {canonical.get(name, name): (p.shape, p.dtype) for name, p in named}
-    forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    own = {canonical.get(n, n): Form(p.shape, p.dtype, p.requires_grad) for n, p in named}
+    forms: dict[str, Form] = {}
     for stage in _gather(own, mesh.sizes.pipeline, mesh, "pp"):
         forms |= stage
     return forms

@@ -75,7 +75,7 @@ class GivenStep:
             see the own ones, so that an optimizer that divides by tiny gradients gives the same.
             None: the own ones stay.
         backwards: Number of backwards after which the run ends; None: after the whole step.
-        prepare: Called with the whole copy of the module.
+        prepare: Called with the whole copy of the module, right before its first step.
     """
 
     start: StartValues
@@ -215,7 +215,6 @@ def run_alone(
             trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
             module, callbacks = skeleton.fill(given.start.tensors, trainer)
-            given.prepare(module)
             if not given.start.is_later:
                 trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
             _prepare(module, user, given, record, device)
@@ -371,6 +370,10 @@ def _prepare(
             if begun < 0:
                 _refill(module, given.start.tensors)
                 record.restored = restore(module.trainer.optimizers, given.start.optimizers)
+                if given.start.is_later and given.start.trains is not None:
+                    for name, parameter in module.named_parameters():
+                        parameter.requires_grad_(name in given.start.trains)
+                given.prepare(module)
             begun = done
             restore_random_states(given.random_states[done], device)
         if given.start.is_later:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +29,7 @@ from lightning_par.strategies.proof.fault import find_fault, passing_fault
 from lightning_par.strategies.proof.gathering import (
     from_first,
     gather_batches,
+    gather_forms,
     gather_gradients,
     gather_optimizers,
     gather_state,
@@ -250,6 +252,7 @@ class StepProof:
             optimizers=states,
             groups=numbers_of(held),
             put_outside=self._outside(model.module),
+            trains=_trained(model),
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
@@ -390,6 +393,10 @@ class StepProof:
                 return CannotProveError("the step draws random numbers")
             if reason := from_first(self._follow(model.module)):
                 return CannotProveError(reason.removesuffix("."))
+            trains = _trained(model)  # hooks of the step may have frozen some
+            if judge is not None:
+                start = replace(judge.given.start, trains=trains)
+                judge.given = replace(judge.given, start=start)
             step = step.take()
             verdict = agree(lambda: judge.judge_rehearsal(step.record, step.tensors))  # type: ignore[union-attr]
         if isinstance(verdict, Differs):
@@ -471,6 +478,12 @@ class StepProof:
         else:
             self.outcomes[f"data of training step {self._step}"] = odd
             _logger.warning(odd)
+
+
+def _trained(model: ParallelModel) -> frozenset[str]:
+    """Return the names of the parameters that are not frozen now, on rank 0."""
+    forms = gather_forms(model).items()
+    return frozenset(name for name, form in forms if form.is_trained)
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

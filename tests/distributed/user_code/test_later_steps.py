@@ -194,3 +194,37 @@ def test_a_cadence_that_is_none_is_refused() -> None:
     for wrong in ("every 0", "0 %", "100 %", "2"):
         with pytest.raises(ValueError, match=f"verify='{wrong}' must be .*'every 500' .* or '2 %'"):
             Hybrid3DStrategy(verify=wrong)
+
+
+class Unfreezing(Stateful):
+    """Trains its embedding from the third step on, and not the head from the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.emb.requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        super().on_train_batch_start()
+        if self.global_step == 2:
+            self.net.emb.requires_grad_(True)
+        if self.global_step == 3:
+            self.net.head.requires_grad_(False)
+
+
+def _unfreeze(rank: int, world: int, layout: str) -> tuple[dict[str, str], str]:
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify="every 1")
+    torch.manual_seed(0)
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=5)
+    try:
+        trainer.fit(Unfreezing(), torch.utils.data.DataLoader(token_pairs(), 4))  # type: ignore[arg-type]
+    except VerificationError as error:
+        return {}, str(error)
+    return strategy.start.proof.outcomes, ""
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3", "pp2_one_microbatch"])
+def test_parameters_that_are_frozen_or_not_since_are_so_on_one_process(layout: str) -> None:
+    found = run_ranks(_unfreeze, 2, layout, timeout=120)
+    assert [error for _, error in found] == ["", ""]
+    outcomes = found[0][0]
+    assert [outcomes[f"training step {step}"] for step in range(1, 5)] == ["equal"] * 4

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,11 +24,14 @@ from tests.support.user_code import LAYOUTS, Messages, world_of
 
 
 class Plain(PlainModule):
-    """May drop, or lose what one rank adds to a gradient."""
+    """May drop; the forward of blocks may change a buffer that it reads."""
 
-    def __init__(self, *, drops: bool = False) -> None:
+    def __init__(self, *, drops: bool = False, grows: bool = False) -> None:
         super().__init__()
         self.drops = drops
+        for block in self.net.blocks if grows else ():
+            block.register_buffer("scale", torch.ones(()))
+            block.norm.register_forward_hook(partial(_grow, block))
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
@@ -35,6 +39,12 @@ class Plain(PlainModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _grow(block: Any, _: Any, args: Any, output: Tensor) -> Tensor:
+    scaled = output * block.scale.clone()
+    block.scale *= 1.1
+    return scaled
 
 
 class Weights(Callback):
@@ -76,6 +86,7 @@ def _fit(
     drops: bool = False,
     fault: Mapping[str, Any] | None = None,
     accumulates: int = 1,
+    grows: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(3)
     peaks, leave, copies = list[int](), GatheredWhenRead.__exit__, skeleton._COPIES
@@ -85,7 +96,7 @@ def _fit(
         leave(mode, *error)
 
     strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=verify)
-    module, weights, messages = Plain(drops=drops), Weights(), Messages()
+    module, weights, messages = Plain(drops=drops, grows=grows), Weights(), Messages()
     trainer = quiet_trainer(
         devices=world,
         strategy=strategy,
@@ -136,6 +147,13 @@ def test_healthy_runs_are_equal_and_go_on_as_without_the_proof(layout: str, drop
 
 def test_accumulated_batches_are_compared_by_the_first_one() -> None:
     found = run_ranks(_fit, 2, "tp2", "every 2", False, None, 2, timeout=120)
+    assert [one["error"] for one in found] == ["", ""]
+    assert len(found[0]["peaks"]) == 3
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3"])
+def test_blocks_that_change_their_buffers_run_once(layout: str) -> None:
+    found = run_ranks(_fit, 2, layout, "every 2", False, None, 1, True, timeout=120)
     assert [one["error"] for one in found] == ["", ""]
     assert len(found[0]["peaks"]) == 3
 
