@@ -149,8 +149,8 @@ def copy_of(value: Any) -> Any:
 
 def is_container(value: Any) -> bool:
     """Return whether a value is a container of Python whose contents can be put back."""
-    # deque| Subclasses of list are refilled in place like it. Of dicts only those whose `update`
-    # replaces items: that of a user's class may do anything.
+    # Subclasses of list are refilled in place like it. Of dicts only those whose `update` replaces
+    # items: that of a user's class may do anything.
     return isinstance(value, list | deque | defaultdict) or type(value) in (dict, set, Counter)
 
 

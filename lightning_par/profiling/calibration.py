@@ -111,6 +111,7 @@ def measure(
     """
     alone, first = _Alone(device, dtype, round_seconds), rank() == 0
     with counted("measurements", "measuring", _count(device, local) if first else 0):
+        # By one device alone: the others are still, so that nothing shares its caches and cores.
         of_one = alone.measure(local) if first else {}
         eager = of_one.get("eager", math.inf)  # what rank 0 finds counts
         link, rates = measure_inside(alone, local)  # the others wait here for the first
@@ -126,6 +127,7 @@ def measure(
     if world() == 1:
         assert found[0] is not None
         return found[0]
+    # Rank 0's numbers: ranks that predict must not come to different layouts.
     dist.broadcast_object_list(found, device=device)
     assert found[0] is not None
     return found[0]
@@ -169,6 +171,7 @@ class _Alone(Rounds):
     def capacity(self, local: int) -> tuple[int, float]:
         """Return the number of processors, and bytes of memory."""
         if self.device.type == "cpu":
+            # Ranks of a node share its memory.
             return 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
         properties = torch.cuda.get_device_properties(self.device)
         return properties.multi_processor_count, float(properties.total_memory)
@@ -191,8 +194,10 @@ class _Alone(Rounds):
             turns = cycle(operands)
             times.append(self.seconds(partial(_multiply_next, turns)))
             waves = math.ceil(M * M / _TILE / processors)
+            # As the model counts: a part of the last wave takes as long as a whole one.
             work = 2.0 * waves * _TILE * processors
             rows.append([work * K, work, 1.0])
+        # Linear in 1/F, h/F and the kernel: t = work K / F + work h / F + kernel.
         inverse, half, kernel = fit_positive(rows, times)
         return 1 / inverse, half / inverse, kernel
 
@@ -200,8 +205,10 @@ class _Alone(Rounds):
         """Return the bytes per second of a copy: read and written, or sent to another device."""
         size = 2**26 * self.scale
         source = torch.ones(size, dtype=torch.uint8, device=self.device)
+        # From pageable memory a copy would go by a buffer of the driver's, at half the rate.
         pinned = target != self.device
         into = torch.ones(size, dtype=torch.uint8, device=target, pin_memory=pinned)
+        # Read and written in the same memory.
         passes = 2 if target == self.device else 1
         return passes * size / self.seconds(lambda: into.copy_(source, non_blocking=True))
 
@@ -211,11 +218,13 @@ class _Alone(Rounds):
         x, inner = self.tensor(n, D, grad=True), self.tensor(n, 4 * D, grad=True)
 
         def work() -> None:
+            # [n, D], as the residual stream between two blocks.
             hidden = x
             for _ in range(2):
                 hidden = hidden + F.layer_norm(hidden, (D,))
             torch.autograd.grad((hidden.sum(), F.gelu(inner).sum()), (x, inner))
 
+        # Bytes per entry that the cost model counts for these, in 2-byte words.
         size = (22 + 34) * n * D + (4 + 6) * n * 4 * D
         return size * self.dtype.itemsize / 2 / self.seconds(work)
 
@@ -231,18 +240,22 @@ class _Alone(Rounds):
         shape = trace_shape(
             layers, ParallelPlan(), (x[:1].detach().requires_grad_(),), backward=True
         )
+        # What the planner's trace counts for the same layers, so that both mean the same bytes.
         parts = (shape.before, *shape.blocks, shape.after)
         words = sum(B * (p.eager.total + p.eager_backward.total) for p in parts)
         words += sum(p.eager_weights.total for p in parts)
         gradient, inputs = torch.ones_like(x), (x, *layers.parameters())
         took = self.seconds(lambda: torch.autograd.grad(layers(x), inputs, gradient))
         started = operator * sum(sum(p.operators) for p in parts)
+        # Less the starts of operators; what is left has to be something, also where noise is
+        # larger.
         return words * self.dtype.itemsize / max(took - started, 0.1 * took)
 
     def attention(self, flops: float) -> tuple[float, float]:
         """Return the speed of attention, forward and backward, relative to `flops`."""
         shape = (4, 8, 256 * self.scale, 64)
         q, k, v = (self.tensor(*shape, grad=True) for _ in range(3))
+        # 4 B H T T D for two products, half of which is masked.
         counted = 4 * math.prod(shape) * shape[2] * 0.5
 
         def attend() -> Tensor:
@@ -250,7 +263,9 @@ class _Alone(Rounds):
 
         forward = self.seconds(attend)
         both = self.seconds(lambda: torch.autograd.grad(attend().sum(), (q, k, v)))
+        # A backward takes no less than its forward: noise must not make it faster.
         backward = max(both - forward, forward)
+        # Five products in the backward, two in the forward.
         return counted / forward / flops, 2.5 * counted / backward / flops
 
     def block(self, tokens: int, width: int, heads: int) -> Callable[[], object]:
@@ -261,6 +276,7 @@ class _Alone(Rounds):
         ]
         x = self.tensor(1, tokens, width, grad=True)
 
+        # Of these kernels and starts: `_BLOCK_KERNELS`, `_BLOCK_STARTS`.
         def work() -> None:
             normed = F.layer_norm(x, (width,))
             q, k, v = linear[0](normed).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(3, -1)
@@ -304,9 +320,11 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
             block()
 
     # On the slowest: a step waits for it, and ranks that take turns on a core all take long.
+    # All ranks take part, as `together` is a collective; those above the count do nothing.
     works = [work if rank() < count else nothing for count in counts]
     rounds = list(zip(*alone.together(*works, rounds=_SLOWDOWN_ROUNDS), strict=True))
     factors = [
+        # Of each round by itself: what else the machine does then slows both.
         max(1.0, statistics.median(times[place] / times[0] for times in rounds))
         for place in range(len(counts))
     ]

@@ -49,6 +49,7 @@ def trace_events(records: Sequence[RankRecord]) -> Iterator[_Event]:
         records: Records of every rank, on one clock.
     """
     starts = [step.start for record in records for step in record.steps]
+    # Times begin with the first step of any rank: microseconds since boot would lose digits.
     origin = min(starts, default=0.0)
     for record in records:
         tracks = _tracks(record)
@@ -66,6 +67,7 @@ def trace_events(records: Sequence[RankRecord]) -> Iterator[_Event]:
                 yield _action(action, wait, record.rank, origin)
             for number, transfer in enumerate(step.transfers):
                 track = tracks[transfer.axis]
+                # Pairs "b" and "e": unique over ranks, as ids are global.
                 key = f"{record.rank}.{step.step}.{number}"
                 yield from _transfer(transfer, record.rank, track, key, origin)
     yield from _arrows(records, origin)
@@ -149,6 +151,7 @@ def _arrows(records: Sequence[RankRecord], origin: float) -> Iterator[_Event]:
     Stages on the same rank pass tensors without a message, hence no arrow.
     """
     for pipeline in _pipelines(records):
+        # Only steps that all ranks of the pipeline have kept.
         for index in range(min(len(record.steps) for record in pipeline)):
             ran = {
                 event.action: (record.rank, event)
@@ -156,6 +159,7 @@ def _arrows(records: Sequence[RankRecord], origin: float) -> Iterator[_Event]:
                 for event in record.steps[index].actions
             }
             for action, (rank, event) in ran.items():
+                # Activations go to the next stage, gradients to the one before.
                 ahead = 1 if action.kind is ActionKind.FORWARD else -1
                 kinds = (
                     (action.kind,)
@@ -165,6 +169,8 @@ def _arrows(records: Sequence[RankRecord], origin: float) -> Iterator[_Event]:
                 if action.kind is ActionKind.BACKWARD_WEIGHT:
                     continue  # weight gradients stay on the rank
                 for kind in kinds:
+                    # The last stage has nobody ahead, and an action of a split backward has one
+                    # of two kinds.
                     following = ran.get(type(action)(action.stage + ahead, kind, action.microbatch))
                     if following is not None and following[0] != rank:
                         key = f"{pipeline[0].rank}.{index}.{action}"

@@ -102,6 +102,7 @@ def payload_of(call: Call) -> int:
 
 def _own_part(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
     """Return the bytes of an all-to-all's input that this rank sends to itself."""
+    # One tensor per rank: its own is the part that it keeps.
     if isinstance(call.tensors, list | tuple):
         return Fraction(_nbytes(call.tensors[rank]))
     fraction = (
@@ -181,6 +182,7 @@ class CommVolume(CollectiveHook):
         self._groups = dict(axes or {})
         # Neighbors in a pipeline alternate between two groups, which count as one.
         for axis, group in (axes or {}).items():
+            # The first of axes with one group counts.
             self._axes.setdefault(group.group_name, axis.removesuffix(ODD))
         self._counts: dict[tuple[str, str], _Count] = {}
         self._clock = clock
@@ -210,6 +212,7 @@ class CommVolume(CollectiveHook):
         """Return one entry per axis and operation: the given axes first, in their order."""
         order = list(self._axes.values())
         place = {axis: number for number, axis in enumerate(order)}
+        # Axes that were not given come last, by name.
         keys = sorted(self._counts, key=lambda k: (place.get(k[0], len(order)), *k))
         return tuple(_entry(axis, op, self._counts[axis, op]) for axis, op in keys)
 
@@ -277,11 +280,13 @@ class CommVolume(CollectiveHook):
     def _track(self, result: Any, transfer: Transfer) -> None:
         """Remember a transfer until its result is waited for."""
         if not isinstance(result, dist.Work):
+            # By memory: `wait_tensor` returns the same storage, as another tensor.
             tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
             self._pending_outputs.update((t.data_ptr(), transfer) for t in tensors)
             return
         if transfer.operation == "send":
             # A send may never be waited for; its Work would keep the sent tensor alive.
+            # A list, since entries are removed.
             for key, (work, other) in list(self._pending_works.items()):
                 if other.operation == "send" and work.is_completed():
                     del self._pending_works[key]
@@ -291,6 +296,7 @@ class CommVolume(CollectiveHook):
         if began is None or self._clock is None:
             return
         if isinstance(awaited, Tensor):
+            # Popped: a second wait for the same output takes no time.
             transfer = self._pending_outputs.pop(awaited.data_ptr(), None)
         else:
             _, transfer = self._pending_works.pop(id(awaited), (None, None))

@@ -129,8 +129,10 @@ class Forecast:
         self._found = {}
         hooks = ExitStack()
         for module, hook in self._hooks():
+            # After the forward: the output's shape is known, and the inputs are still at hand.
             hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         for module in self._experts():
+            # `compute` is called by the module's own forward, and has no hooks of its own.
             hooks.callback(setattr, module, "compute", module.compute)
             module.compute = _ExpertHook(self, module.compute)
         return hooks
@@ -173,6 +175,7 @@ class Forecast:
 
     def _hooks(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         parts = self.parts
+        # A hook inside a compiled block would be traced into it, or break its graph.
         if parts.mesh.sizes.tensor > 1 and not parts.compiled:
             held = _own_modules(parts.module)
             for fqn, style in parts.resolved.styles.items():
@@ -182,6 +185,7 @@ class Forecast:
             if parts.owners[stage] != parts.mesh.place["pp"]:
                 continue
             names = parts.resolved.block_names
+            # The first block of a stage receives, its last one sends.
             if stage > 0:
                 yield parts.module.get_submodule(names[lo]), _BoundaryHook(self, stage - 1, False)
             if stage < len(parts.bounds) - 1:
@@ -208,8 +212,12 @@ class Forecast:
         parts, sizes = self.parts, self.parts.mesh.sizes
         if sizes.data == 1 or parts.mesh.expert_mesh is not None or parts.compresses:
             return
+        # Sums of loss and weight, over all replicas.
         self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
+        # Without a pipeline a step is one forward and one backward.
         walk = actions or (Action(0, _F, 0), Action(0, _B, 0))
+        # Below ZeRO 2 gradients accumulate whole, and are reduced once. A split backward (W)
+        # reduces at the end, too.
         once = not synchronizes or parts.zero_stage < 2 or any(a.kind is _W for a in walk)
         backwards = 1 if once else sum(a.kind is _B for a in walk)
         shard, replicate = parts.mesh.group("dp_shard"), parts.mesh.group("dp_replicate")
@@ -223,6 +231,7 @@ class Forecast:
             self._add(shard, "all_gather", whole, gathers)
             if synchronizes and trained:
                 self._add(shard, "reduce_scatter", reduced, backwards)
+                # HSDP: each replica group reduces its shard, after the reduce-scatter.
                 self._add(replicate, "all_reduce", reduced // sizes.data_shard, backwards)
 
     def _units(self) -> Iterator[tuple[int | None, list[nn.Parameter]]]:
@@ -234,6 +243,7 @@ class Forecast:
                 parameters = list(held[name].parameters())
                 seen |= {id(p) for p in parameters}
                 yield number, parameters
+        # The root's unit: what no block has.
         yield None, [p for p in self.parts.module.parameters() if id(p) not in seen]
 
     def _gathers(self, walk: Sequence[Action], block: int | None) -> int:
@@ -242,7 +252,10 @@ class Forecast:
             return 1
         if block is not None:
             stage = next((s for s, (lo, hi) in enumerate(self.parts.bounds) if lo <= block < hi), 0)
+            # ZeRO 3 reshards after every use: each forward and each backward gathers anew.
             return sum(a.stage == stage and a.kind is not _W for a in walk)
+        # The root is not resharded after its forward (FSDP2's default for a root): a backward
+        # right after it finds it whole.
         count, whole = 0, False
         for action in walk:
             if action.kind is not _W:
@@ -260,6 +273,7 @@ class _TensorHook:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         group = self.forecast.parts.mesh.group("tp")
+        # The first tensor: hidden states, however they are passed.
         x = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         if self.style.crossing == "enter":
             self._cross(group, x, "all_gather", "reduce_scatter", in_forward=False)
@@ -271,6 +285,7 @@ class _TensorHook:
             self.forecast._add(group, "all_reduce", 2 * tokens)
         if self.style.output == "gathered":
             features = output.shape[-1]
+            # All-gathers want equal parts: the largest, on every rank.
             padded = split_sizes(features, group.size())[0] * group.size()
             self.forecast._add(group, "all_gather", _bytes(output) // features * padded)
 
@@ -283,6 +298,7 @@ class _TensorHook:
         *,
         in_forward: bool,
     ) -> None:
+        # A forward that is recomputed communicates again, but has one backward.
         returns = tensor.requires_grad and not _recomputes()
         size, add = _bytes(tensor), self.forecast._add
         if self.forecast.parts.sequence_parallel:
@@ -304,10 +320,12 @@ class _BoundaryHook:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         parts = self.forecast.parts
         earlier, later = parts.owners[self.boundary], parts.owners[self.boundary + 1]
+        # Both on this rank: no message. A recomputed block receives nothing anew.
         if earlier == later or _recomputes():
             return
         leaves = tree_leaves(output if self.sends else (args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
+        # A tensor that is returned twice is sent once.
         moved = list({id(t): t for t in tensors}.values()) if self.sends else tensors[:1]
         for kind, ends in (("activations", (earlier, later)), ("gradients", (later, earlier))):
             operation = "send" if (kind == "activations") == self.sends else "recv"
@@ -359,6 +377,7 @@ def _padded(parameter: nn.Parameter, mesh: ParallelMesh) -> int:
     multiple of the shards.
     """
     shape = list(parameter.shape)
+    # FSDP shards along dim 0 what tp has left of it.
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         for name, placement in zip(names, parameter.placements, strict=True):

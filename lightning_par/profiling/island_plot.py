@@ -29,6 +29,7 @@ def draw_rounds(exchanges: Sequence[Exchange], path: str | Path, *, width: float
             there is nothing to draw.
     """
     path = check_picture_path(path)
+    # Exchanges at which no answer came have none.
     known = [exchange for exchange in exchanges if exchange.islands]
     if not known:
         raise ConfigurationError("LP906", "There is no exchange of islands to draw.")

@@ -104,6 +104,7 @@ def measure_inside(rounds: Rounds, local: int) -> tuple[LinkMeasure | None, Rate
         rounds: Of this rank.
         local: Ranks of a node.
     """
+    # Without 1: a rank alone has nobody to talk to.
     counts = counts_at_work(local)[1:]
     if not counts:
         return None, {}
@@ -113,12 +114,14 @@ def measure_inside(rounds: Rounds, local: int) -> tuple[LinkMeasure | None, Rate
         rows = [row for groups in _groupings(count, local) for row in _timed(rounds, groups)]
         for kind in KINDS:
             own = [row for row in rows if row.kind == kind]
+            # The planner's start of a collective grows with the logarithm of its ranks.
             table = [[math.log2(row.ranks), row.moved] for row in own]
             start, inverse = fit_positive(table, [row.seconds for row in own])
             lines[kind].append((start, 1 / inverse))
     every = range(1, local + 1)
     rates = {}
     for kind, found in lines.items():
+        # Between the counts that were measured, along a straight line.
         starts, speeds = (np.interp(every, counts, [f[i] for f in found]) for i in range(2))
         rates[kind] = tuple(zip(starts.tolist(), speeds.tolist(), strict=True))
     return _line(rows), rates
@@ -146,6 +149,7 @@ def _grouped(groups: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup | No
     They are gone afterwards: threads of idle groups of gloo wake up again and again, and slow down
     what is measured next.
     """
+    # By all ranks in the same order, as `new_group` is a collective of the world.
     made = [dist.new_group(list(ranks)) for ranks in groups]
     mine = [g for g, ranks in zip(made, groups, strict=True) if rank() in ranks]
     yield mine[0] if mine else None
@@ -160,6 +164,7 @@ def _timed(rounds: Rounds, groups: list[list[int]]) -> list[_Row]:
     with _grouped(groups) as mine:
         size = len(groups[0])
         for kind, passes, moved, work in _collectives(rounds, mine, size):
+            # Ranks outside of the groups take part in the clock only.
             (times,) = rounds.together(nothing if mine is None else work)
             seconds = statistics.median(times)
             if kind == "message":
@@ -182,6 +187,7 @@ def _collectives(
 ) -> Iterator[tuple[str, float, float, Callable[[], object]]]:
     """Yield collectives: kind, passes of a ring, bytes that a rank sends, and the call."""
     for exponent in _MESSAGES:
+        # The same bytes for all kinds, whatever the number of ranks.
         part = rounds.tensor(2**exponent // ranks)
         whole = part.repeat(ranks)
         moved = whole.nbytes * (ranks - 1) / ranks
@@ -196,6 +202,7 @@ def _pass_round(x: Tensor, group: dist.ProcessGroup) -> None:
     place, size = group.rank(), group.size()
     before, after = (dist.get_global_rank(group, (place + i) % size) for i in (-1, 1))
     buffer = torch.empty_like(x)
+    # The first rank begins, the others pass on what they got: so each message is alone.
     sent = dist.isend(x, after, group) if place == 0 else None
     received = dist.irecv(buffer, before, group)
     assert received is not None
@@ -229,8 +236,10 @@ def measure_waits(
         works = (nothing, nothing) if group is None else _layers(rounds, group, ranks, width)
         took = _longer(rounds, works) / (_LAYERS * _COLLECTIVES)
         moved = width // ranks // 4 * 4 * width * rounds.dtype.itemsize * (ranks - 1)
+        # Half: one of the two per collective, all-gather or reduce-scatter.
         expected = _in_loop(rates, ranks, count, moved) / 2
         expected += 2 * width * width * rounds.dtype.itemsize / eager
+        # A wait cannot take away more than the start of a collective.
         least = min(lines[count - 1][0] for kind, lines in rates.items() if kind != "message")
         return max(took - expected, -least)
 
@@ -286,6 +295,7 @@ def _for_counts(
 
 def _longer(rounds: Rounds, works: tuple[Callable[[], object], Callable[[], object]]) -> float:
     """Return how many seconds longer the first of two works takes; they take turns."""
+    # In turns, so that both see the same machine.
     pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
     return float(statistics.median(first - second for first, second in pairs))
 
@@ -309,6 +319,7 @@ def _shards(
     ]
     shared, whole = (layers.to(rounds.device, rounds.dtype) for layers in made)
     mesh = DeviceMesh.from_group(group, rounds.device.type)
+    # From the inside out, as FSDP2 wants it.
     for layer in (*shared, shared):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     tokens = rounds.tensor(_SHARED_TOKENS, width)
@@ -344,6 +355,7 @@ def _layers(
 
     def parallel() -> None:
         x = part
+        # [4, T / ranks / 4, D] to [4, T / 4, D] and back, as sequence parallelism does.
         for layer in placed:
             whole = gather_partial(x, 1, group)
             x = reduce_to_shards(multiply(whole, [w.to_local() for w in layer]), 1, group)

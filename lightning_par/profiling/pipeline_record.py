@@ -161,6 +161,7 @@ class StepRecorder:
     def hooked(self) -> Iterator[None]:
         """Hook collectives and block forwards; steps inside the context can be recorded."""
         handles = []
+        # The order of hooks does not matter: each takes marks only.
         for number, block in self.blocks.items():
             timer = _BlockTimer(self, number)
             handles.append(block.register_forward_pre_hook(timer.begin))
@@ -195,6 +196,7 @@ class StepRecorder:
         unread = _UnreadStep(
             step=step,
             start=self._start,
+            # After counting has stopped, before anything else is done.
             end=self.clock.mark(),
             run=run,
             transfers=self.comm_volume.transfers,
@@ -203,6 +205,7 @@ class StepRecorder:
             blocks=self._blocks,
         )
         self._start = None
+        # A new list: `kept` of an earlier call stays as it was.
         self._steps = [*self._steps, unread][-self.keep :]
 
     def last(self) -> StepRecord:
@@ -255,6 +258,7 @@ class StepRecorder:
         times = self.clock.read([mark for _, *pair in marks for mark in pair])
         found: dict[int, list[float]] = {}
         for index, (number, *_) in enumerate(marks):
+            # Two times for each pair of marks.
             found.setdefault(number, []).append(times[2 * index + 1] - times[2 * index])
         return {number: sum(all_) / len(all_) for number, all_ in found.items()}
 

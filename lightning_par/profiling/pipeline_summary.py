@@ -129,6 +129,7 @@ def summarize_pipeline(
 def _schedule_of(rows: Sequence[Sequence[TimedAction]]) -> Schedule:
     """Return the schedule that the ranks executed."""
     actions = tuple(tuple(event.action for event in row) for row in rows)
+    # As they ran: nobody has to say which schedule it was.
     owners = {a.stage: rank for rank, row in enumerate(actions) for a in row}
     return Schedule(
         name="measured",
@@ -156,6 +157,7 @@ class _Costs:
                 found.setdefault(key, []).append(event.end - event.start)
 
         def cost(stage: int, kind: ActionKind) -> float:
+            # A median: the first micro-batch of a step compiles, allocates or waits.
             return median(found.get((stage, kind), [0.0]))
 
         # A stage has whole backwards (B) or the two halves (I, W); of a schedule that mixes them,
@@ -189,6 +191,7 @@ class _Costs:
                 in the proportion that they have over all stages.
         """
         whole = sum(self.total) or 1.0
+        # Of all stages together: a single stage's own proportion would move with its noise.
         fractions = (sum(kind) / whole for kind in (self.forward, self.backward, self.weight))
         return _Costs(*(tuple(fraction * t for t in total) for fraction in fractions))
 
@@ -210,6 +213,7 @@ def _rank_times(
         compute=busy - exposed,
         exposed=exposed,
         waited=sum(step.waits),
+        # The makespan of all ranks: what a rank idles at the ends counts.
         bubble=1 - busy / makespan,
         predicted=1 - simulated_busy / simulated_makespan if simulated_makespan else 0.0,
     )
@@ -223,6 +227,7 @@ def _exposed_inside(step: StepRecord) -> float:
     total, index, reached = 0.0, 0, float("-inf")
     for start, end in waits:
         start = max(start, reached)  # waits of several threads may overlap; count them once
+        # No later wait overlaps with these.
         while index < len(actions) and actions[index][1] <= start:
             index += 1
         for lo, hi in actions[index:]:
@@ -249,6 +254,7 @@ def _best_split(
     timed: dict[int, float] = {}
     for step in steps:
         timed |= step.blocks
+    # Some block was not timed on any rank: then nobody knows what to move.
     if len(timed) != bounds[-1][1] or len(timed) < 2:
         return None
     weights = [0.0] * len(timed)
@@ -259,6 +265,7 @@ def _best_split(
         # An inner stage holds nothing but blocks: what the hooks missed of its forward is theirs.
         inside = of_blocks if stage not in (0, last) else max(costs.forward[stage], of_blocks)
         for block in range(lo, hi):
+            # Forward and backward of a block in the proportion of its forward.
             weights[block] = costs.total[stage] * timed[block] / (inside or 1.0)
         left = costs.total[stage] - sum(weights[lo:hi])
         if stage in (0, last):
@@ -271,6 +278,7 @@ def _best_split(
     )
     best = balance_blocks(nanoseconds, len(bounds))
     total = [sum(weights[lo:hi]) for lo, hi in best]
+    # Embedding and head stay where they are.
     total[0] += edges[0]
     total[-1] += edges[1]
     simulation = costs.scaled(total).simulate(schedule)

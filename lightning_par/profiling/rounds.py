@@ -37,6 +37,7 @@ class Rounds:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median time of one call, of rounds that are long enough to be timed."""
+        # Once beforehand: it connects, compiles and allocates.
         work()
         calls = max(1, math.ceil(self.round_seconds / max(self.timed(work, 1), 1e-7)))
         median = statistics.median(self.timed(work, calls) for _ in range(_ROUNDS))
@@ -45,6 +46,7 @@ class Rounds:
 
     def timed(self, work: Callable[[], object], calls: int) -> float:
         """Return the mean time of so many calls."""
+        # Before the clock starts: what is queued from before is no part of it.
         self.wait()
         start = time.perf_counter()
         for _ in range(calls):
@@ -76,6 +78,7 @@ class Rounds:
         return found
 
     def _slowest(self, work: Callable[[], object], calls: int) -> float:
+        # All begin together: a rank alone at work is faster than one among others.
         dist.barrier()
         start = time.perf_counter()
         self.timed(work, calls)
@@ -92,7 +95,10 @@ def nothing() -> None:
 
 def fit_positive(rows: list[list[float]], times: list[float]) -> list[float]:
     """Return positive factors with the least squares of relative errors of rows @ factors."""
+    # Divided by the times: each row's error is relative, so that short times count as much as
+    # long ones.
     A = torch.tensor(rows, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
+    # Columns of like size, as FLOPs and seconds differ by 15 powers of ten.
     scale = A.amax(0)
     free = list(range(A.shape[1]))
     while True:
@@ -103,6 +109,7 @@ def fit_positive(rows: list[list[float]], times: list[float]) -> list[float]:
             break
         # A factor that noise makes negative counts for nothing; the others are fitted without it.
         free.remove(free[values.index(min(values))])
+    # Positive, as callers divide by it.
     factors = [1e-12 / float(s) for s in scale]
     for place, value in zip(free, values, strict=True):
         factors[place] = max(value, 1e-12) / float(scale[place])

@@ -128,6 +128,7 @@ def _own_objects(
     if src == dist.get_rank():
         send(objects, src, group, **options)
         return
+    # The same calls as torch makes: a length, then the bytes, so that they are counted.
     sizes = torch.tensor([len(pickle.dumps(each)) for each in objects])
     dist.broadcast(sizes, src, group=group)
     dist.broadcast(torch.empty(int(sizes.sum()), dtype=torch.uint8), src, group=group)
@@ -171,6 +172,7 @@ class _LoneChannel(Channel):
     def receive_header(self, signature: Any) -> PackedTree:
         header = self.headers[signature]
         text = pickle.dumps(header)
+        # As a real receive makes them: two calls, which the volume counts.
         for buffer in (torch.tensor([len(text)]), torch.empty(len(text), dtype=torch.uint8)):
             dist.recv(buffer, self._source, group=self._group)
         return header
@@ -202,12 +204,15 @@ class _LoneExecutor(PipelineExecutor):
         **options: Any,
     ) -> PipelineRun:
         for stage in self.stages:
+            # What arrives at this rank's stages comes from the rank before.
             link = None if stage.is_first else self.links[stage.index - 1].activations
             for index, signature in enumerate(signatures):
                 if isinstance(link, _LoneChannel) and signature not in link.headers:
                     link.headers[signature] = self._header(stage, partial(step, index))
+        # Sends go nowhere, and receives find what was put there above.
         done = super().run(schedule, step, signatures, scaled_loss_of, *more, **options)
         if not any(stage.is_last for stage in self.stages):
+            # The last stage's results, which it would broadcast.
             for index in range(len(signatures)):
                 done.results[index] = torch.ones(())
                 if scaled_loss_of is not None:
@@ -217,6 +222,7 @@ class _LoneExecutor(PipelineExecutor):
     def _header(self, stage: Stage, step: Callable[[], Any]) -> PackedTree:
         """Return the header of what the stage before `stage` sends for a micro-batch."""
         found = self._run_earlier_blocks(stage, step)
+        # On this rank nobody holds what other stages compute.
         with self._live.aside():
             return self._pack(stage, found)
 
@@ -240,6 +246,7 @@ class _LoneExecutor(PipelineExecutor):
             return hidden
         size, degree = hidden.shape[SEQUENCE_DIM], self._strategy.sizes.tensor
         tokens.whole = size if size % degree else None
+        # The first part, the largest: parts of other ranks differ by a token at most.
         return hidden.chunk(degree, SEQUENCE_DIM)[0]
 
     def _run_earlier_blocks(
@@ -253,12 +260,15 @@ class _LoneExecutor(PipelineExecutor):
             with self._live.aside():
                 output = self._output(stage, block, args, kwargs)
                 found[number] = block, output
+                # The rest of the step is not for these stages.
                 if number == stage.first_block - 1:
                     raise StageExit
+                # A copy, since the next block may write into its input.
                 return tree_map(_copy, output)
 
         module = self._strategy.parallel_model.module
         with ExitStack() as opened:
+            # The step has to find a current micro-batch, as in a run.
             opened.enter_context(stage.hold(MicroBatchState()))
             for stub in module.modules():
                 if isinstance(stub, EarlierBlock):
@@ -270,6 +280,7 @@ class _LoneExecutor(PipelineExecutor):
     def _output(self, stage: Stage, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return what a block gives; what blocks alike give for arguments alike is alike."""
         leaves, nest = tree_flatten((args, kwargs))
+        # By shapes alone, as there are no values.
         arguments = [_layout(leaf) for leaf in leaves]
         weights = [(name, _layout(t)) for name, t in block.state_dict().items()]
         alike = str(block), str(nest), str(arguments), str(weights), torch.is_grad_enabled()

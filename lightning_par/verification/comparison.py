@@ -116,6 +116,7 @@ def compare_steps(
         worst: dict[str, Difference] = {}
         for rank, mesh in enumerate(meshes):
             for found in _measure(mesh, plain, one.ties):
+                # Of all ranks the one with most excess stands for its kind.
                 if found.kind not in worst or found.excess > worst[found.kind].excess:
                     worst[found.kind] = replace(found, step=step, rank=rank)
         largest = {kind: found.size / max(1.0, found.scale) for kind, found in worst.items()}
@@ -135,6 +136,7 @@ def compare_steps(
 
 def _measure(mesh: StepRecord, one: StepRecord, ties: Mapping[str, str]) -> Iterator[Difference]:
     """Give the differences of a rank's step from one process, of what the rank holds."""
+    # One process lists a tied weight once; a stage may hold it under its other name.
     names = {name: ties.get(name, name) for name in mesh.state}
 
     def held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,6 +161,8 @@ def differing_copies(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
         dict.fromkeys(
             name
             for name, steps in _copies(ranks, sizes)
+            # Of replicated parameters all ranks must have one gradient: what was to be summed is,
+            # or is not, on all.
             if any(not _close(other, held[0]) for held in steps for other in held[1:])
         )
     )
@@ -181,6 +185,7 @@ def unsummed_gradients(one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes)
         want = next(_gradients(one), {}).get(one.ties.get(name, name))
         # A zero gradient is both a part and the whole: not a symptom.
         if want is not None and len(parts) == sizes.tensor and not _close(parts[0], want):
+            # Added up right, each a part: the all-reduce is missing.
             found += [name] * _close(sum(parts[1:], parts[0]), want)
     return list(dict.fromkeys(found))
 

@@ -40,6 +40,7 @@ def run_rank(make: Make, sizes: ParallelSizes, rank: int) -> tuple[Trace, Trace 
     **Communicates**: besides the steps, an all-gather of one number, whether a rank has dropout.
     """
     trace = trace_steps(make(), sizes, rank)
+    # The others may wait for this rank in the run itself: their own errors tell of it.
     if sizes.world_size == 1 or trace.error is not None:
         return trace, None
     # Pipeline stages may differ in it, but all have to run the second time.
@@ -91,12 +92,14 @@ def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Tr
     late = f"no answer in {timeout:g} s; if the machine is only slow, give verify a longer timeout"
     waiting = dict(zip(ends, range(len(ends)), strict=True))
     while waiting:
+        # Any answer begins the time anew: slow steps are no hang.
         ready = wait(list(waiting), timeout)
         if not ready:
             break
         for end in ready:
             assert isinstance(end, Connection)
             try:
+                # Of a process of our own.
                 answer = pickle.loads(end.recv_bytes())
             except EOFError:
                 answer = Trace(error="the process died"), None
@@ -106,6 +109,7 @@ def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Tr
             rank = waiting.pop(end)
             found[rank] = answer
             if answer[0].error is not None:
+                # Others may tell the cause better, if they can still speak.
                 timeout = _GRACE_SECONDS
     silent = Trace(error=late)
     return [found.get(rank, (silent, None)) for rank in range(len(ends))]
@@ -126,6 +130,7 @@ def _worker_main(end: Connection, make: Make, sizes: ParallelSizes, rank: int, s
     elastic = {"TORCHELASTIC_RUN_ID": "verify", "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(v) for name, v in {**place, **named, **elastic}.items()})
     try:
+        # Before the Trainer, which then makes none.
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
         with showing(partial(_told, end)), counted("steps", "", None if rank == 0 else 0):
             answer = run_rank(make, sizes, rank)

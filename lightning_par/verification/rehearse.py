@@ -140,6 +140,7 @@ class _OrderedVolume(CommVolume):
             return
         axis = self.axis_of(call.group)
         self.order.append((axis, call.operation, payload_of(call)))
+        # What collectives of these axes move counts as activations.
         if axis.partition(" ")[0] not in _INSIDE:
             self._live.mark(call.tensors, COMMUNICATION)
 
@@ -170,6 +171,7 @@ class StepObserver(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, MeshStrategy)
+        # Marked here, as their memory was made before anybody knew what for.
         self.live.mark([*pl_module.parameters(), *pl_module.buffers()], PARAMETERS)
         self.parameters = sum(local_part(p).numel() for p in pl_module.parameters())
         self.setup_peak = self.live.peak
@@ -178,12 +180,15 @@ class StepObserver(Callback):
         self._volume = volume = _OrderedVolume(dict(model.groups), self.live)
         self._open.enter_context(volume)
         self._open.enter_context(_marked_parameters(self.live))
+        # The first look runs the step once more, which is not to be counted.
         strategy.start.after_look[id(volume)] = volume.clear
 
     @override
     def on_before_zero_grad(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        # Peak of the forward, which ends here: Lightning zeroes gradients between forward and
+        # backward.
         self._forward = self.live.kinds
         self.live.restart()
 
@@ -198,6 +203,7 @@ class StepObserver(Callback):
         forward = Counter(self._forward)
         forward[GRADIENTS] += sum(local_part(grad).nbytes for grad in gradients)
         phases = dict(forward) if self._forward else {}, self.live.kinds
+        # The larger of the two is the peak of a step.
         self._before = max(phases, key=lambda kinds: sum(kinds.values()))
         self.live.restart()
 
@@ -289,6 +295,7 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         )
     began, live = time.process_time(), WeightlessTensors()
     observer = StepObserver(live)
+    # The group first: tensors that it makes are real.
     with lone_world(rank, world_size), live:
         trainer, module, data = _built(make, observer, LoneEnvironment(rank, num_nodes, devices))
         strategy = trainer.strategy
@@ -306,6 +313,7 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         volume=observer.volume,
         collectives=observer.collectives,
         seconds=time.process_time() - began,
+        # In KiB on Linux, in bytes on macOS.
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
     )
@@ -338,6 +346,7 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
 
     process = context.Process(target=run)
     process.start()
+    # So that the death of the process is an end of file here.
     theirs.close()
     try:
         found = ours.recv()
@@ -354,6 +363,7 @@ def _told(error: Exception) -> Exception:
     """Return an error that can be sent: one of ours, also if it is a cause, or the whole story."""
     cause: BaseException | None = error
     while cause is not None:
+        # Lightning may have wrapped it.
         if isinstance(cause, LightningParError):
             return cause
         cause = cause.__cause__
@@ -420,6 +430,7 @@ def _prepared(
     """Leave out of a run what reads or writes values; build its model as the run would."""
     kept = [c for c in trainer.callbacks if not isinstance(c, VALUE_CALLBACKS)]  # type: ignore[attr-defined]
     trainer.callbacks, trainer.loggers = kept, []  # type: ignore[attr-defined]
+    # Both need values, and other ranks.
     strategy.options = replace(strategy.options, verify=False, gather_after_run=False)
     build = strategy.model_sharded_context
 
@@ -444,5 +455,6 @@ def distinct_ranks(sizes: ParallelSizes) -> list[int]:
     """
     first: dict[int, int] = {}
     for rank in range(sizes.world_size):
+        # Ranks in order: the first of a stage has the most of every dim that does not divide.
         first.setdefault(sizes.coordinates(rank)["pp"], rank)
     return sorted({*first.values(), sizes.world_size - 1})

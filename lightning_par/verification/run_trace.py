@@ -109,12 +109,14 @@ class _Recorder(Callback):
     ) -> None:
         """Record the gradients; a collective, in the same order on all ranks."""
         found = ((n, p.grad) for n, p in pl_module.named_parameters())
+        # As the backward left them: Lightning clips after this hook.
         self._step.gradients.append(_full_copies({n: g for n, g in found if g is not None}))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Record loss and weights."""
+        # Reduced over the replicas by `sync_dist`, so that ranks show the same.
         self._step.losses.append(float(trainer.callback_metrics[_LOSS_KEY]))
         self._step.state = _full_copies(dict(pl_module.named_parameters()))
         self._trace.steps.append(self._step)
@@ -133,6 +135,7 @@ def _full_copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     what we verify.
     """
     own = [
+        # No DTensor any more, so that `full_tensors` makes no collective of it.
         tensor.to_local() if isinstance(tensor, DTensor) and not _is_sharded(tensor) else tensor
         for tensor in named.values()
     ]
@@ -172,6 +175,7 @@ def trace_steps(
     """
     trace = Trace()
     module = subject.module
+    # On the object: the class is the user's.
     module.training_step = _with_logged_loss(module)  # type: ignore[method-assign]
     replica = sizes.data_rank(rank)
     own = [split_batch(batch, sizes.data)[replica] for batch in subject.batches]
@@ -195,11 +199,13 @@ def trace_steps(
             enable_model_summary=False,
             callbacks=[_Recorder(trace, subject.batches[0])],
         )
+        # On both sides, so that rounding of float32 hides no mistake.
         stack.enter_context(DoublePrecision())
         if not dropout:
             stack.enter_context(no_dropout)
         try:
             trainer.fit(module, DataLoader(own, batch_size=None))  # type: ignore[arg-type]
+        # Kept: a run that fails on one layout is a finding.
         except Exception as error:
             trace.error = describe_error(error)
     trace.dropouts = no_dropout.calls

@@ -85,6 +85,7 @@ def verify(
     asked = _find_sizes(strategy, devices)
     check_batches(chosen, shrink(asked))
     # A Trainer cannot be pickled, and is not needed.
+    # Shallow: the weights are copied by the pickle below.
     detached = copy.copy(module)
     forget_trainer(detached)
     subject = Subject(module=detached, batches=chosen, strategy=strategy)
@@ -107,6 +108,7 @@ def _find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
             options.context_parallel_size,
             options.data_parallel_size,
         )
+        # One replica of the user's mesh.
         devices = prod(size for size in given if size != "auto")
     return options.fit_sizes(devices, devices)
 
@@ -173,6 +175,7 @@ def verify_subject(
         timeout: Seconds without an answer after which a run is ended.
     """
     sizes = shrink(asked)
+    # First alone, so that the two do not share the cores.
     with counted("steps", "training on one process", steps):
         alone = run_ranks(make, ParallelSizes(), timeout=timeout)
     with counted(
@@ -201,6 +204,7 @@ def compare_traces(
     # One fault mostly ends all ranks: the same text counts once.
     traces = [trace for trace, _ in ranks]
     failed = _errors("the run failed", (one, *traces))
+    # A run that ended early has steps that cannot be compared with anything.
     rows, first = ((), None) if failed else compare_steps(one, traces)
     found = Findings(
         sizes=sizes,
@@ -211,6 +215,7 @@ def compare_traces(
         copies=differing_copies(traces, sizes),
         unsummed=unsummed_gradients(one, traces, sizes),
     )
+    # If only the mesh failed, a pattern that matches nothing is the likeliest cause.
     causes = [*(missed_patterns(found) if failed and one.error is None else ()), *failed]
     causes += find_causes(first, found)
     # Dropout is checked only where everything else is equal: its symptom would be the same.

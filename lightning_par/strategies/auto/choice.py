@@ -158,6 +158,7 @@ class LayoutChooser:
         """
         try:
             planner = self._planner()
+        # A model that the planner cannot read still has layouts that work.
         except ConfigurationError as error:
             if self.wish.profile is not None:  # a wrong one is an error, and this finds it again
                 find_profile(self.wish.profile, self.device, self.node)
@@ -166,12 +167,14 @@ class LayoutChooser:
         ranked = self._ranked(planner, refusals)
         try:
             best = next(ranked, None)
+        # Nothing fits in memory. The first refusal says more where the model itself is at fault.
         except MeshError as error:
             told = " ".join([error.message, *islice(refusals.values(), 1)])
             raise MeshError("LP105", told) from None
         if best is None:  # sizes that the planner would not think of
             return self._plain_choice(refusals, planner)
         made = self._choice(planner, best, refusals)
+        # The same generator goes on: it has seen the mesh of the best.
         return replace(made, runner_up=next(ranked, None))
 
     def _choice(
@@ -188,11 +191,13 @@ class LayoutChooser:
     def settings(self, layout: Layout) -> MeshOptions:
         """Return the options of a layout; what the user gave is kept."""
         made = {**layout.options(), "auto_rule": "data"}
+        # The planner counts those of a step, the option those of a batch.
         pieces = layout.microbatches // self._accumulated
         kept = self.options.num_microbatches
         made["num_microbatches"] = pieces if kept == "auto" else kept
         given = {"offload_options": True, "stage_blocks": self.options.stage_blocks is not None}
         given["sequence_parallel"] = not self.wish.sequence_parallel
+        # What the user gave counts, whatever the layout says.
         for name in (name for name, is_given in given.items() if is_given):
             made.pop(name, None)
         if self.options.recomputation is None and layout.recompute != "none":
@@ -225,6 +230,7 @@ class LayoutChooser:
         return Planner(shape=shape, device=_in_words(device, code.activation_bytes), code=code)
 
     def _whole_plan(self) -> ParallelPlan:
+        # Both axes, so that a plan of the user's method says what it knows of either.
         sizes = ParallelSizes(tensor=2, pipeline=2)
         return plan_of_run(self.module, self.options.plan, sizes) or ParallelPlan()
 
@@ -246,13 +252,16 @@ class LayoutChooser:
 
         seen = set[ParallelSizes]()
         while True:
+            # Anew after each refusal: without it another layout may be among those that are kept.
             best = self._search(planner, accepts)
+            # Spaces differ in samples a step, so that seconds alone do not compare.
             for one in sorted(best, key=lambda one: -one.layout.samples / one.time.seconds):
                 if one.layout.sizes in seen:
                     continue
                 refusal = self._refusal(one.layout)
                 if refusal is not None:
                     refusals[_kind(one.layout.sizes, one.layout.zero_stage)] = refusal
+                    # Out of the for only: searched again without this kind.
                     break
                 seen.add(one.layout.sizes)
                 yield one
@@ -286,6 +295,7 @@ class LayoutChooser:
         given = {name: getattr(options, option) for option, name in _SIZES.items()}
         fixed = {name: size for name, size in given.items() if size != "auto"}
         kept = options.recomputation
+        # A space for each number of replicas, as the samples of a step follow from it.
         for data in divisors(self.devices):
             if fixed.get("data", data) != data:
                 continue
@@ -319,6 +329,7 @@ class LayoutChooser:
             reason: Why there is none.
         """
         for sizes in self.options.possible_sizes(self.devices, self.node):
+            # With one replica nothing is sharded, whatever the stage.
             free = self.wish.zero_stage and sizes.data > 1
             for zero in (1, 2, 3) if free else (self.options.zero_stage,):
                 asked = replace(
@@ -354,6 +365,7 @@ class LayoutChooser:
             fits: Whether memory is a reason, too, by what the parameters need.
         """
         options, sizes = self.settings(layout), layout.sizes
+        # First, as it costs nothing; memory last, as it goes over the model.
         if not self._has_samples(sizes):
             return (
                 f"{sizes.data} replicas with batches of {self._batch_size} would draw more than "
@@ -423,6 +435,8 @@ class LayoutChooser:
 
 def _kind(sizes: ParallelSizes, zero: int) -> tuple[Any, ...]:
     """Return what of a mesh a refusal depends on."""
+    # Not the number of replicas: what is refused with 2 is refused with 4, and the search gets
+    # shorter.
     rest = sizes.data > 1, sizes.data_shard > 1, zero
     return (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, *rest)
 

@@ -49,10 +49,12 @@ class FirstSteps:
         """Begin a step, unless one has begun, as where several batches make a step."""
         if self._began is not None or self.is_over:
             return
+        # One step only, not among those that are timed: counting every operation slows it down.
         if self._steps == _SKIPPED - 1 and self._counts and self._device.type == "cpu":
             self._live = self._open.enter_context(LiveBytes())
             self._live.mark(list(trainer.lightning_module.parameters()), PARAMETERS)
             self._live.mark([list(o.state.values()) for o in trainer.optimizers], OPTIMIZER)
+        # After the warm-up, in which autotuning and first allocations take more.
         if self._steps == _SKIPPED and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._began = self._now()
@@ -78,6 +80,7 @@ class FirstSteps:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
+            # Twice a step, and only in these few.
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
@@ -85,9 +88,11 @@ class FirstSteps:
         peak = float(self._live.peak if self._live is not None else 0)
         if self._device.type == "cuda":
             peak = float(torch.cuda.max_memory_allocated(self._device))
+        # A median: one step that waited for data or a disk does not count.
         found = torch.tensor([statistics.median(self._times), peak], dtype=torch.float64)
         found = found.to(self._device)
         if dist.is_initialized():
+            # Reached by every rank in the same step, as all of them step the optimizer alike.
             dist.all_reduce(found, dist.ReduceOp.MAX)
         seconds, peak = found.tolist()
         text, is_apart = self._describe(seconds, peak)

@@ -39,9 +39,11 @@ def find_profile(given: str | None, device: torch.device, ranks: int) -> DeviceP
     found = replace(found, node=ranks)
     if device.type == "cuda":
         return replace(found, memory=torch.cuda.get_device_properties(device).total_memory)
+    # The shipped profile is that of one core.
     if found.name == "cpu":  # of a core; a rank has a few, or a part of one
         asks = getattr(os, "sched_getaffinity", None)
         here = len(asks(0)) if asks is not None else os.cpu_count() or 1
+        # Threads that torch uses, but no more cores than there are for a rank.
         cores = min(float(torch.get_num_threads()), here / ranks)
         found = replace(found, flops=cores * found.flops, bandwidth=cores * found.bandwidth)
     free = available_memory()
@@ -65,6 +67,7 @@ def _of_gpu(name: str, memory: float) -> str:
     """Return the shipped profile whose family is a word of a GPU's name; of several the one with
     the nearest memory.
     """
+    # "NVIDIA H100 80GB HBM3" has the words "h100", "80", "hbm3".
     words = re.findall(r"[a-z]*\d+", name.lower())
     found = [known for known in device_names() if known.partition("-")[0] in words]
     if not found:

@@ -95,6 +95,7 @@ class AutoParallelStrategy(MeshStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Those of one replica while the data are looked at, as the number is not known."""
         if self._is_choosing:
+            # A sampler that divides would otherwise divide by sizes that are not known.
             return {"num_replicas": 1, "rank": 0}
         return super().distributed_sampler_kwargs
 
@@ -108,6 +109,7 @@ class AutoParallelStrategy(MeshStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         module = self.lightning_module
         trainer = None if module is None else trainer_of(module)
+        # Resuming reads before `setup`.
         if trainer is not None:  # what a rank reads depends on the layout
             self._choose_once(trainer)
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -126,6 +128,7 @@ class AutoParallelStrategy(MeshStrategy):
 
     def _choose(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         devices, node = self._counts()
+        # What the last choice added is free again; what the user gave is not.
         own = self.choice is not None and self.choice.recomputes(self.options)
         given = {**self._given, **({"recomputation": None} if own else {})}
         chooser = LayoutChooser(
@@ -141,14 +144,18 @@ class AutoParallelStrategy(MeshStrategy):
         try:
             with one_speaks(self.processes):
                 chosen = chooser.choose()
+            # All ranks chose, and would choose alike; the broadcast makes it certain, since other
+            # sizes on one rank would hang.
             self.choice = self.processes.broadcast(chosen)
         finally:
             self._is_choosing = False
         assert self.choice is not None
         self.options = chooser.settings(self.choice.layout)
+        # Before anything is built on a mesh.
         self.processes.choose(self.choice.layout.sizes)
         self._chosen_for = weakref.ref(module)
         rank_zero_info(str(self.choice))
+        # Manual optimization has steps of the user's, which are not the planner's.
         checks = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
         if checks and self.choice.predicted is not None:
             counts = self.options.compile_blocks is False

@@ -51,6 +51,7 @@ def look_at_data(
     try:
         return run_forked(lambda: _look(trainer, module, layout))
     except ForkError:
+        # The fork died or took too long, e.g. as a dataset uses CUDA.
         return TrainingData()
 
 
@@ -62,6 +63,7 @@ def _look(trainer: pl.Trainer, module: pl.LightningModule, layout: BatchLayout) 
         if size is None:  # a sampler that gives whole batches may know
             size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         dataset = getattr(loader, "dataset", None)
+        # A stream has no samples to look at without taking them.
         if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
             samples = len(dataset)
             lengths = list(_lengths(loader, samples, layout))
@@ -77,6 +79,7 @@ def _look(trainer: pl.Trainer, module: pl.LightningModule, layout: BatchLayout) 
 
 def _lengths(loader: Any, samples: int, layout: BatchLayout) -> Iterator[int]:
     for index in sorted({0, samples // 2, samples - 1}):
+        # As the loader makes it, but of one sample: [1, T].
         batch = loader.collate_fn([loader.dataset[index]])
         if layout.sequence_dims:
             entries = sequence_entries(batch, layout).items()

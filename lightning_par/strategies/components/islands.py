@@ -192,8 +192,6 @@ class IslandRounds(Callback):
             client.after_step(self._count_samples(), self._place(trainer))
             if self._kept is not None:
                 # After the exchange: at its next start the island meets the others from here.
-                # 1003 trainer.should_stop |=| Set on all ranks alike, or some would go on to the
-                # next batch.
                 self._kept.save(f"{self._incarnation}-{trainer.global_step}")
         else:
             client.after_step(0)

@@ -50,6 +50,7 @@ class BatchCopies:
         if has_hook(self._module, "transfer_batch_to_device"):
             return batch
         copied = apply_to_collection(batch, _Movable, self._take)
+        # The stream of the step waits, not the host.
         self._copies.wait()
         return copied
 
@@ -62,7 +63,9 @@ class BatchCopies:
         if trainer is None or not trainer.training or self._may_change_on_the_host():
             return
         fetched, iterators = next_of_fit(trainer)
+        # Only looks: what lies in the queues stays there.
         queues = [pinned_batches(i) if isinstance(i, WorkerIterator) else None for i in iterators]
+        # Lightning has fetched none ahead: the next ones are the first of the queues.
         if not fetched:
             fetched = [queue[0] for queue in queues if queue]
         elif None in queues:
@@ -105,6 +108,7 @@ class _Movable(ABC):  # noqa: B024 - has no method to implement: it only recogni
 def _tensors_to_move(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
+    # Anything with a `to` of its own is moved by Lightning as a whole.
     elif not isinstance(batch, _Movable):
         for _, value in children(batch) or ():
             yield from _tensors_to_move(value)

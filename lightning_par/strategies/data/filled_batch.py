@@ -33,15 +33,18 @@ def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     counts = [metric.update_count for metric in metrics]
     with ExitStack() as kept:
+        # In training the module goes on as after any step: only its metrics are kept.
         for part in metrics if trains else [module]:
             kept.enter_context(untouched(part))
         yield
+        # Inside of the context: afterwards the states are those of before.
         pairs = zip(metrics, counts, strict=True)
         updated = [metric for metric, count in pairs if metric.update_count != count]
         empty = [
             (m, name, _empty_like(getattr(m, name))) for m in updated for name in m.metric_state
         ]
     for metric in updated:
+        # Of each metric that the step updated, also if other ranks did: they gather in `compute`.
         _forget_value(metric)
     for metric, name, value in empty:
         if value is not None and not getattr(metric, name):
@@ -79,6 +82,7 @@ def log_nothing(
     """
     value = torch.as_tensor(value, device=weights.total.device)
     value = value if value.is_floating_point() else value.float()
+    # The neutral element of each reduction.
     nothing = {"max": -math.inf, "min": math.inf}.get(name, 0.0)
     if name in ("mean", "avg"):
         shares = options.get("sync_dist") and options.get("batch_size") is None

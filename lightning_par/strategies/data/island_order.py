@@ -53,10 +53,12 @@ class _OrderOfEpoch:
         return len(self._given)
 
     def __iter__(self) -> Iterator[Any]:
+        # The draws of the order leave no trace in the run's own generators.
         with fork_all_rng(_CPU):
             seed_all_generators(seed_of(os.environ.get("PL_GLOBAL_SEED"), self._epoch), _CPU)
             for generator, seed in self._generators.items():
                 generator.manual_seed(seed_of(seed, self._epoch))
+            # All at once, inside of the context: later draws would come from the run's state.
             return iter(list(self._given))
 
 

@@ -44,6 +44,7 @@ def join_batches(parts: Sequence[Any], layout: BatchLayout | None = None) -> Any
 
 def samples_of(batch: Any) -> int:
     """Return the size that most tensors have in dim 0; without tensors, the length of a list."""
+    # Most: masks of attention or tables may have other first dims.
     sizes = Counter(t.shape[0] for t in tensors_of(batch) if t.ndim)
     if sizes:
         return sizes.most_common(1)[0][0]
@@ -60,6 +61,7 @@ def cut_replica(batch: Any, sizes: Sequence[int], replica: int) -> Any:
     """
     first = sum(sizes[:replica])
     order = _turns(sizes)
+    # Inverse of `_turns`: places of this replica's samples in the joined batch.
     rows = [at for at, number in enumerate(order) if first <= number < first + sizes[replica]]
 
     def cut(tensor: Tensor) -> Tensor:
@@ -94,11 +96,13 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
         if any(set(value) != set(first) for value in values):
             raise CannotJoinError(f"{path or 'the batch'} has other keys on some replicas")
         joined = {key: inner(key, [value[key] for value in values]) for key in first}
+        # A copy keeps what a class of the user's holds besides its entries.
         if isinstance(first, MutableMapping):
             made = copy.copy(first)
             made.update(joined)
             return made
         return type(first)(joined)  # type: ignore[call-arg]
+    # E.g. texts or names, one for each sample.
     if isinstance(first, list) and _is_list_of_samples(values, sizes):
         items = [item for value in values for item in value]
         return [items[number] for number in _turns(sizes)]
@@ -106,10 +110,12 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
         if any(len(value) != len(first) for value in values):
             raise CannotJoinError(f"{path or 'the batch'} has another length on some replicas")
         items = [inner(i, list(items)) for i, items in enumerate(zip(*values, strict=True))]
+        # A named tuple takes its entries one by one.
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if hasattr(first, "__dict__") and type(first).__module__ != "builtins":
         made = copy.copy(first)
         for key in vars(first):
+            # Past a frozen dataclass's own.
             object.__setattr__(made, key, inner(key, [vars(value)[key] for value in values]))
         return made
     if not all(bool(value == first) for value in values):
@@ -121,6 +127,7 @@ def _is_list_of_samples(values: Sequence[list[Any]], sizes: Sequence[int]) -> bo
     """Whether a list has one item for every sample, rather than one for every entry."""
     if any(len(value) != size for value, size in zip(values, sizes, strict=True)):
         return False
+    # A list of tensors with a batch dim each is a batch with entries.
     tensors = [(v, size) for value, size in zip(values, sizes, strict=True) for v in value]
     return not all(isinstance(t, Tensor) and t.ndim and t.shape[0] == s for t, s in tensors)
 
@@ -138,6 +145,7 @@ def _join_tensors(values: list[Tensor], sizes: Sequence[int], path: str, layout:
     if any(v.shape[1:] != first.shape[1:] for v in values):
         if layout is None:
             raise CannotJoinError(f"{path or 'the batch'} has other shapes on some replicas")
+        # Replicas pad their own batches to the longest of their own samples.
         longest = [max(v.shape[d] for v in values) for d in range(1, first.ndim)]
         is_label = path in (layout.labels, layout.shifted) or any(
             not v.is_floating_point() and bool((v == layout.ignore_index).any()) for v in values

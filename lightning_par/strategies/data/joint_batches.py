@@ -35,6 +35,7 @@ def share_joint_batch(
     **Communicates**: where a batch cannot be divided equally, the batches, over the replicas.
     """
     replicas = mesh.sizes.data
+    # The same on all replicas, since it is computed of global numbers: no rank waits alone below.
     if all(share is None or share.total == share.smallest * replicas for share in shares):
         totals = {share.total for share in shares if share is not None}
         if replicas == 1:
@@ -43,6 +44,7 @@ def share_joint_batch(
         return batch, uneven if len(totals) > 1 else Share()
     parts: list[Any] = [None] * replicas
     fills = [share is not None and share.fills for share in shares]
+    # Over the replicas: ranks of one have the same batch.
     dist.all_gather_object(parts, (batch, fills), group=mesh.data_group)
     try:
         joined = _joined(parts, spec)
@@ -63,6 +65,7 @@ def _joined(parts: Sequence[tuple[Any, list[bool]]], spec: Any) -> Any:
     columns = zip(*(spec.flatten_up_to(batch) for batch, _ in parts), strict=True)
     joined = []
     for number, column in enumerate(columns):
+        # Without those that only repeat a sample.
         own = [part for part, (_, fills) in zip(column, parts, strict=True) if not fills[number]]
         joined.append(join_batches(own))
     return spec.unflatten(joined)

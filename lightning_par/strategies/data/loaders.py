@@ -95,6 +95,7 @@ class ReplicaLoaders:
         """
         trainer, device = self._module.trainer, self._device
         strategy: Any = trainer.strategy
+        # Lightning asks for each loader of a stage in turn.
         self._prepared[trainer.state.stage] += 1
         self.has_several |= self._prepared[trainer.state.stage] > 1
         cursor = self._cursor_of(dataloader)  # every loader has one, if only some are divided
@@ -105,6 +106,8 @@ class ReplicaLoaders:
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
             if samples_differ(dataloader, device, divided):
+                # FSDP2 gathers in every forward, with all ranks: a replica that has no batch left
+                # would be missed.
                 self._sharding.hold()
         if trainer.predicting:
             self._mute_writers()
@@ -153,11 +156,13 @@ class ReplicaLoaders:
         for loader, predictions in held:
             if not isinstance(loader, DataLoader) or loader not in self._divided:
                 continue
+            # It predicted a batch of others, so that it took part in collectives.
             if self._divided[loader].is_spare:
                 predictions.clear()
             if self._gathers:
                 parts: list[Any] = [None] * self._mesh.sizes.data
                 dist.all_gather_object(parts, predictions, group=self._mesh.data_group)
+                # Replicas took batches in turns, so their predictions are dealt back in turns.
                 turns = zip_longest(*parts, fillvalue=_NOTHING)
                 # In place: the Trainer has taken this list already.
                 predictions[:] = [one for turn in turns for one in turn if one is not _NOTHING]
@@ -174,6 +179,8 @@ class ReplicaLoaders:
             if not isinstance(callback, BasePredictionWriter):
                 continue
             for name in ("write_on_batch_end", "write_on_epoch_end"):
+                # A writer that gathers needs all ranks; one that only writes would write several
+                # times.
                 if not names_in(getattr(type(callback), name)) & _MEETING:
                     self._muted.enter_context(replaced(callback, name, _write_nothing))
 
@@ -197,6 +204,7 @@ class ReplicaLoaders:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
         if not loaders:  # of no loader, as a batch that a hook makes outside of a loop
             return batch, Share()
+        # In the order of the loaders, on every rank, as the first batch of each is compared.
         shares = [self._taken(loader) for loader in loaders]
         if len(shares) == 1:
             return batch, shares[0] or Share()
@@ -208,6 +216,8 @@ class ReplicaLoaders:
         if share is None:
             return None
         if share.check is not None and not self._module.trainer.predicting:
+            # The largest of x and of -x: equal in size only if all ranks have the same x. One
+            # all-reduce, on the device's own group.
             ends = torch.tensor([share.check, -share.check], device=self._device)
             dist.all_reduce(ends, dist.ReduceOp.MAX)
             if int(ends[0]) != -int(ends[1]):
@@ -258,6 +268,7 @@ class ReplicaLoaders:
         # Of what is divided already, only the place where an epoch goes on is kept.
         replicas, rank = (1, 0) if is_divided else (self._mesh.sizes.data, self._mesh.data_rank)
         is_sequential = type(held) is BatchSampler and isinstance(held.sampler, SequentialSampler)
+        # A sampler may draw already when it is iterated, or when its length is asked.
         if replicas > 1 and not is_sequential:
             self._agree()
         batches = ReplicaBatches(
@@ -287,6 +298,7 @@ class ReplicaLoaders:
         progress.processed += more
         progress.completed += more
         # Lightning would warn that this loader begins the epoch again.
+        # Until the first batch is taken.
         self._quiet.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
         rank_zero_info(
@@ -324,6 +336,7 @@ class ReplicaLoaders:
         classes = kind.__mro__[: kind.__mro__.index(pl.LightningModule)]
         for owner in classes:
             for name, value in vars(owner).items():
+                # By name in the source: equal shapes are needed on all replicas then.
                 if names_in(value) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
@@ -345,6 +358,7 @@ def _with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     class of the user's.
     """
     copied = copy.copy(dataloader)
+    # `DataLoader.__setattr__` refuses these once it is made.
     vars(copied)["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = batches
     return copied
 

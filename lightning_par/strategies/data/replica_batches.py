@@ -90,6 +90,7 @@ class ReplicaBatches:
         is_divided: bool = False,
     ) -> None:
         self._given, self._replicas, self._replica = given, replicas, replica
+        # Exactly torch's: a subclass may group samples by length, and its batches are kept.
         self._is_dealt = type(given) is BatchSampler and not predicts
         self._predicts, self._repeats, self._agree = predicts, repeats, agree
         self.shares: deque[Share] = deque()
@@ -143,10 +144,12 @@ class ReplicaBatches:
         """Number of batches, of this layout, before where the epoch goes on."""
         if self._resumed is None:
             return 0
+        # In entries of all replicas, whatever layout counted them.
         start, of = self._resumed["seen"], self._length
         if of is None:
             return int(start // self._step)
         more = 0 if getattr(self._given, "drop_last", False) else self._step - 1
+        # Counted from the end: the last batch of this layout may have fewer samples.
         return int(len(self) - max(0, of - start + more) // self._step)
 
     @property
@@ -175,6 +178,7 @@ class ReplicaBatches:
         Args:
             ready: Batches of the epoch that the Trainer has begun.
         """
+        # One replica's loader tells nobody what was taken: the loop's counter does.
         taken = self._taken if self._replicas > 1 else ready - self._before
         if taken <= 0:
             return None
@@ -187,8 +191,10 @@ class ReplicaBatches:
         if cursor is None:
             return None
         of, size, own = cursor["of"], cursor["size"], self._size
+        # Of the same length, or both without one and in batches of the same size.
         if size == own if None in (of, self._length) else of == self._length:
             return cursor
+        # Batches of another size, that fit into what was seen.
         if not size or not own or cursor["seen"] * size % own:
             rank_zero_warn(
                 f"the sampler of the data loader has {self._length} entries, of which the "
@@ -220,12 +226,15 @@ class ReplicaBatches:
 
     def _entries(self) -> Iterator[Any]:
         """Iterate the user's sampler from where the epoch goes on."""
+        # Once: the next epoch begins at its start.
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             self._note()
             return self._begun(iter(self._source))
         self._start, self._taken = resumed["seen"], 0
         self._states = {name: resumed[name] for name in ("random", "generator")}
+        # The sampler draws its order again from the state that it had; the run's own state comes
+        # back after.
         before, generator = collect_random_states(_CPU), self._generator
         restore_random_states(self._states["random"], _CPU)
         if generator is not None and self._states["generator"] is not None:
@@ -234,6 +243,7 @@ class ReplicaBatches:
         if not self._is_dealt:  # the loader draws a seed between it and the first batch
             torch.empty((), dtype=torch.int64).random_()
         first = resumed.get("first", {"count": 0, "check": _checksum([])})
+        # Skipped by iterating: a sampler cannot be told to begin elsewhere.
         skipped = list(islice(entries, self._start))
         self._first = [s for entry in skipped for s in _samples(entry)][: first["count"]]
         is_same = _checksum(self._first) == first["check"]
@@ -263,6 +273,8 @@ class ReplicaBatches:
 
         def first() -> Iterator[Any]:
             self._note()
+            # Noted when the first batch is asked for, since torch's sampler draws its order then,
+            # after the loader has drawn its seed.
             for batch in islice(given, 1):
                 self._first = [] if self._is_divided else list(_samples(batch))
                 yield batch
@@ -274,6 +286,7 @@ class ReplicaBatches:
         for number, (everything, own, smallest) in enumerate(parts):
             check = None if number else _checksum(everything)
             total = len(everything)
+            # Not full: some replicas have one sample more than others.
             differs = total // self._replicas == smallest and total % self._replicas > 0
             why = self._repeats() if differs and isinstance(own, list) else ""
             if why:
@@ -288,10 +301,13 @@ class ReplicaBatches:
                 own, smallest = [everything[place % total] for place in places], most
                 total = most * self._replicas
             fills = own is None or own == []
+            # The last sample: any will do, as it weighs nothing.
             if fills:
                 own = everything[-1:] if own == [] else everything[-1]
             many = len(own) if isinstance(own, list | tuple) else None
             share = Share(total=total, own=many, smallest=smallest, fills=fills, check=check)
+            # Before the yield: workers fetch ahead, and the share waits in the deque for its
+            # step.
             if self._replicas > 1:
                 self.shares.append(share)
             yield own
@@ -300,6 +316,7 @@ class ReplicaBatches:
         """Yield all samples of a global batch, those of this replica, and the fewest of one."""
         size, samples = self._step, self._entries()
         while batch := list(islice(samples, size)):
+            # drop_last is about the global batch, as on one process.
             if len(batch) == size or not self._given.drop_last:
                 own = batch[self._replica :: self._replicas]
                 yield batch, own, len(batch) // self._replicas
@@ -308,12 +325,14 @@ class ReplicaBatches:
         """Yield the same, of batches of a batch sampler of the user's."""
         count = self._replicas
         while group := list(islice(batches, count)):
+            # A batch may be any index that the data set understands.
             is_listed = all(isinstance(batch, list | tuple) for batch in group)
             every = [sample for batch in group for sample in batch] if is_listed else group
             if len(group) == count:
                 smallest = min(map(len, group)) if is_listed else 1
                 yield every, group[self._replica], smallest
             elif self._predicts:
+                # Predictions need no equal numbers: only a replica without any repeats one.
                 if self._replica < len(group) or self.is_spare:
                     yield every, group[min(self._replica, len(group) - 1)], -1
             elif not getattr(self._given, "drop_last", False):
@@ -352,6 +371,7 @@ class _AgreedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Agree, and tell the sampler the epoch, if it wants to know."""
+        # Here, as Lightning tells every sampler the epoch right before its loader is iterated.
         self._agree()
         tell = getattr(self._sampler, "set_epoch", None)
         if callable(tell):

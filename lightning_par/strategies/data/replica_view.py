@@ -31,6 +31,7 @@ def as_replica(rank: int, size: int) -> Iterator[None]:
     kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     with ExitStack() as stack:
         for function, value in ((dist.get_rank, rank), (dist.get_world_size, size)):
+            # The function itself, as libraries import it by name.
             stack.enter_context(diverted(function, _told(function, value)))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         try:
@@ -47,6 +48,7 @@ def _told(function: Callable[..., Any], value: int) -> Callable[..., int]:
     original, thread = copied_function(function), threading.get_ident()
 
     def tell(group: Any = None) -> int:
+        # torch's own code needs the real rank, as for its collectives.
         caller = str(sys._getframe(2).f_globals.get("__name__", ""))
         is_of_run = group is None or group is dist.group.WORLD
         if is_of_run and threading.get_ident() == thread and not caller.startswith("torch."):

@@ -104,8 +104,10 @@ class EqualBatches:
             batches = iter(self._dataloader)
         while True:
             with self._view():
+                # A rank at its end asks again: an exhausted iterator keeps saying so.
                 batch = next(batches, end)
             least = most = int(batch is not end)
+            # Every rank gets here once per batch, with one or without: so none waits alone.
             if self._device is not None:
                 least, most = _range_over_ranks(least, self._device)
             if not least:
@@ -116,6 +118,7 @@ class EqualBatches:
                     )
                 return
             if self._sizes is not None and self._device is not None:
+                # All ranks have a batch here, so all are in this collective.
                 _tell_of_stream(batch, self._sizes)
                 self._sizes = None
             count += 1
@@ -177,6 +180,7 @@ def samples_differ(
 
 def _range_over_ranks(value: int, device: torch.device) -> tuple[int, int]:
     """Return the least and the largest value that a rank has."""
+    # Both ends in one all-reduce: the least of -x is the negative of the largest x.
     ends = torch.tensor([value, -value], device=device)
     dist.all_reduce(ends, dist.ReduceOp.MIN)
     least, most = ends.tolist()

@@ -65,11 +65,14 @@ class WeightsOnHost:
 
         **Communicates**: the batch, over the replica.
         """
+        # What is known travels with the batch, as only the first rank's loader is asked.
         batch, found = send.broadcast((batch, self._find(given)))
         self._batch = self._found = None
         if found is not None:
             zero, compared = found
             self._batch, self._found = batch, KnownWeights(frozenset(zero), compared)
+            # A hook or the step may write into the batch in place: then what is known is no
+            # longer true.
             self._changes = [count_of_changes(tensor) for tensor in tensors_of(batch)]
         return batch
 
@@ -77,11 +80,13 @@ class WeightsOnHost:
         """Return what `KnownWeights` holds; None: the device has to be asked."""
         trainer, weigher = trainer_of(self._module), self._weigher
         trains = trainer is not None and trainer.training
+        # All weigh the same, so there is nothing to know.
         if not trains or (weigher.rule.counts_all and not weigher.alternatives):
             return None
         if any(has_hook(self._module, hook) for hook in BATCH_HOOKS):
             return None
         tensors = list(tensors_of(batch))
+        # On the device the answer would be waited for.
         if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
             return None
         parts, sizes = self._parts(batch)
@@ -99,5 +104,6 @@ class WeightsOnHost:
             count_of_changes(tensor) for tensor in tensors_of(batch)
         ]
         found = self._found if is_same else None
+        # Once: the batch is not to be kept alive for it.
         self._batch, self._found = None, None
         return found

@@ -35,6 +35,7 @@ class AcrossParameters(TorchFunctionMode):
         self._stems: dict[int, tuple[Any, str]] = {}
         self._numbers: set[str] = set()
         for fqn, parameter in module.named_parameters():
+            # By identity, as tensors compare entry by entry.
             self._stems[id(parameter)] = parameter, fqn
             if parameter.grad is not None:
                 self._stems[id(parameter.grad)] = parameter.grad, fqn
@@ -57,6 +58,7 @@ class AcrossParameters(TorchFunctionMode):
             return func(*args, **kwargs)
         # Of a list operation, entries at the same place belong together.
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+        # As in `torch._foreach_norm(grads)`.
         if getattr(func, "__name__", "").startswith("_foreach_") and lists:
             with self.paused():
                 out = func(*args, **kwargs)
@@ -67,6 +69,7 @@ class AcrossParameters(TorchFunctionMode):
         stem = self._stem((args, kwargs))
         if stem is not None and func in _TO_PYTHON:
             self._numbers.add(stem)
+            # E.g. `sum(p.grad.norm().item() for ...)`: added up in Python, where no mode sees it.
             if len(self._numbers) > 1:
                 self._refuse(*sorted(self._numbers)[:2])
         out = func(*args, **kwargs)

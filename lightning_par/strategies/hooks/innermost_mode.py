@@ -30,6 +30,7 @@ def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
         mode: Entered already; its ``__torch_function__`` answers what `asks_innermost`.
     """
     given = (None,)  # which torch hands to the innermost mode, if there is any
+    # Asked through torch's own dispatch: it has no public list of modes.
     if not has_torch_function(given) or not handle_torch_function(_is_innermost, given, mode):
         yield
         return

@@ -27,6 +27,7 @@ def written(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the tensor that a function writes to, if it does."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
+    # `add_`, and not `__add__`.
     in_place = name.endswith("_") and not name.endswith("__")
     in_place |= name in ("__setitem__", "__set__") or (
         name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
@@ -50,6 +51,7 @@ def run(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, A
         return func(*args, **kwargs)
     if target is not None:
         return _write(func, target, args, kwargs)
+    # DTensor's own rules first: they compute on shards.
     try:
         if len({t.device_mesh for t in parts}) == 1:
             with implicit_replication():
@@ -72,6 +74,7 @@ def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) ->
 
     if func == SET_DATA:
         func = Tensor.copy_  # the shard is not the memory of the DTensor that stands for it
+    # Plain tensors count as replicated: each rank has the same.
     with implicit_replication(), torch.no_grad():
         args, kwargs = tree_map(like_target, (args, kwargs))
         return func(*args, **kwargs)

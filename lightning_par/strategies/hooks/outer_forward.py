@@ -32,11 +32,14 @@ def _meeting_of(steps: StepRunner, options: MeshOptions) -> Callable[[], None]:
     samples or its parameters meet, and all of them compare what they do in a new hook.
     """
     mesh, sizes = steps.mesh, steps.mesh.sizes
+    # With shards every rank gathers in a forward; without, only those of one replica talk.
     group = dist.group.WORLD if sizes.data_shard > 1 else mesh.replica_group
     assert group is not None
     has_all = group.size() == sizes.world_size
 
     def wait() -> None:
+        # To agree is a collective of all ranks, and replicas without shared parameters may go
+        # alone.
         if has_all:
             steps.reads.agree("a forward of the model")
         with steps.reads.paused():
@@ -104,5 +107,6 @@ def wrap_outer_forwards(
     for child in (module, *called_by_steps(module, blocks)):
         name = names[id(child)]
         if not any(match_pattern(pattern, name) for pattern in replicated):
+            # How many blocks are inside of it: all, some, or none.
             held = sum(not name or block.startswith(f"{name}.") for block in blocks)
             wrap_forward(child, partial(in_hooks, name, held), "hooks")

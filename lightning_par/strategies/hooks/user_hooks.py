@@ -70,6 +70,7 @@ class UserHooks:
         """
         if model.mesh.sizes.world_size == 1:
             return
+        # Of the method of the Trainer before.
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         self._view = WholeView(model.module, model.mesh, processes.device)
@@ -80,6 +81,7 @@ class UserHooks:
         # A callback that one rank has alone must not wait for the others.
         own = [*self._own_hooks()]
         found = [own] * model.mesh.sizes.world_size
+        # Names of the classes: one that all ranks have may be compared among all.
         dist.all_gather_object(found, own)
         self._on_all = set(found[0]).intersection(*found)
         if model.mesh.sizes.pipeline > 1:
@@ -123,6 +125,7 @@ class UserHooks:
 
         **Communicates**: their values.
         """
+        # After an exception a DTensor stays one: gathering would hang.
         if self._view is not None and self._are_together():
             for name in [name for name in checkpoint if name not in _OF_LIGHTNING]:
                 checkpoint[name] = self._view.values(checkpoint[name])
@@ -137,6 +140,7 @@ class UserHooks:
         """Call a hook of the module as Lightning does."""
         call = partial(inner, trainer, name, *args, **kwargs)
         module = self._model.module
+        # Another Trainer inside of this run, as a proof or a teacher has.
         if trainer is not self._trainer or kwargs.get("pl_module", module) is not module:
             return call()
         if name == "optimizer_step" and self._is_user(module, name):
@@ -155,6 +159,8 @@ class UserHooks:
         if trainer is self._trainer and name in _HOOKS:
             for callback in trainer.callbacks:
                 if self._is_user(callback, name):
+                    # On the object, for the time of one call of Lightning's: callbacks come and
+                    # go.
                     hook = _Hook(callback, name, self._around)
                     stack.enter_context(replaced(callback, name, hook))
         return stack
@@ -194,6 +200,7 @@ class UserHooks:
             self._log(plain, *args, **kwargs)
 
         stack.enter_context(replaced(module, "log", log))
+        # In this order: when the stack closes, the view ends first, with all ranks in it.
         stack.enter_context(self._reads.in_hook(self._view))
         stack.enter_context(self._view.around(label, optimizers, is_first=is_first))
 
@@ -217,12 +224,14 @@ class UserHooks:
             place, view = places.get(id(part)), self._view
             if place is None or view is None or not view.is_on:
                 return inner(part, state_dict, strict, assign)
+            # A collective follows: a rank that loads alone is told so.
             view.agree("load_state_dict")
             with self._reads.paused():
                 states.load_weights(module, state_dict, strict=strict, place=place)
             start = f"{place}." if place else ""
             whole = [n.removeprefix(start) for n in states.order if n.startswith(start)]
             known, given = {*whole, *(n.removeprefix(start) for n in states.aliases)}, {*state_dict}
+            # As torch would say it of the whole module.
             return _Keys([n for n in whole if n not in given], sorted(given - known))
 
         return load
@@ -235,6 +244,7 @@ class UserHooks:
         self._resume = partial(self._enter_update, optimizer)
 
         def run() -> Any:
+            # The closure is the package's: it sees parts.
             self._update.close()
             output = closure()
             self._resume()
@@ -327,6 +337,7 @@ class _Hook:
 
 def _is_own(owner: Any, name: str) -> bool:
     """Return whether a hook is code of a user's."""
+    # By the file of the code: what Lightning's own callbacks do needs no view.
     found = inspect.unwrap(getattr(owner, name))
     code = getattr(getattr(found, "__func__", found), "__code__", None)
     return code is not None and not is_of_a_framework(code.co_filename)

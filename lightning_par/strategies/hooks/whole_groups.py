@@ -66,11 +66,14 @@ class WholeGroups:
                 optimizer.param_groups, vars(optimizer)[_PLACES], strict=False
             ):
                 members = group["params"]
+                # A hook has added or removed parameters since: their places are not known.
                 if sum(place is None for place in places) != len(members):
                     continue
                 held = iter(tuple(members))
                 members[:] = [next(held) if place is None else place for place in places]
                 away = (place for place in places if place is not None)
+                # An entry, or a hook that asks for the state would find none and think that it
+                # never stepped.
                 optimizer.state.update((p, _StateElsewhere(p.fqn, self._agree)) for p in away)
 
     def hide(self) -> None:
@@ -81,6 +84,7 @@ class WholeGroups:
             for members in groups:
                 for absent in filter(is_absent, members):
                     optimizer.state.pop(absent, None)
+                # In place: Lightning and schedulers hold the lists.
                 members[:] = [member for member in members if not is_absent(member)]
 
 

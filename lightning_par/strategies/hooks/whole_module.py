@@ -57,6 +57,7 @@ def whole_module(
         raise ConfigurationError("LP902", f"whole(on={on!r}): use {either(_ON)}.")
     assert module is not None
     name, is_here = _name_of(module, part), on == "every" or processes.rank == 0
+    # It is whole already: before and after a run, or inside of another `whole`.
     if model is None or model.module is not module or model.forms.is_whole:
         yield module.get_submodule(name) if is_here else None
         return
@@ -69,10 +70,12 @@ def whole_module(
         )
     model.steps.reads.agree(f"strategy.whole(on={on!r})")
     with model.steps.reads.paused():
+        # Before the gather, so that a rank which calls it alone can be named.
         processes.meet()
         loan = _Loan(model, processes, is_here=is_here, from_first=on != "every")
         try:
             yield module.get_submodule(name) if is_here else None
+            # Not in `finally`: after an exception ranks may be apart, and this communicates.
             written = loan.find_writes()
         finally:
             loan.end()
@@ -111,6 +114,7 @@ class _Loan:
         if not from_first and processes.world_size > 1:
             state = broadcast_state(state, None, processes.device)
         # A backward inside must not add to gradients for which an optimizer waits.
+        # Of the parallel form, whose parameters are out of sight inside.
         self._gradients = [(p, p.grad) for p in module.parameters()]
         self._held: dict[str, Tensor] = {}
         if not is_here:
@@ -121,6 +125,7 @@ class _Loan:
         self._modes = [(each, modes[name]) for name, each in module.named_modules()]
         self._restore_modes()
         self._held = named_tensors(module)
+        # Checksums: a second copy of all weights would not fit.
         self._before = _describe(self._held)
 
     def _restore_modes(self) -> None:
@@ -149,6 +154,7 @@ class _Loan:
         """Give the module its parallel form, with the values that it had before."""
         if not self._is_here:
             return
+        # Before the exchange: it compares tensors by identity.
         _put_back(self._model.module, self._held)
         self._model.forms.show_parallel()
         self._model.forms.free_whole()
@@ -162,12 +168,14 @@ class _Loan:
         model, device = self._model, self._processes.device
         if self._from_first and self._processes.world_size > 1:
             drawn: Any = {"": collect_random_states(device)}
+            # With the random state of rank 0, which alone has drawn inside.
             found = broadcast_state({**written, **drawn}, None, device)
             restore_random_states(found.pop(""), device)
             written = found
         parameters = model.resolved.canonical
         model.states.copy_tensors(
             model.module,
+            # Marked as what they are, by which `copy_tensors` finds its target.
             {n: nn.Parameter(t, False) if n in parameters else t for n, t in written.items()},
         )
 

@@ -126,6 +126,7 @@ class WholeView(TorchFunctionMode):
         parameters = {name for names, _ in found for name in names}
         held = [{*names, *set(buffers).difference(parameters)} for names, buffers in found]
         owners: dict[str, int] = {}
+        # Backwards, so that of several stages the first one owns it.
         for rank, names in reversed([*enumerate(held)]):
             owners |= dict.fromkeys(names, rank)
         everywhere = set.intersection(*held)
@@ -154,6 +155,7 @@ class WholeView(TorchFunctionMode):
         """
         self._hook, self._is_first, self._is_paused = hook, is_first, False
         self._groups = WholeGroups(optimizers, self.agree)
+        # Before `show`, which adds entries for parameters of others.
         states = self._groups.states()
         self._groups.show()
         if self._owners:
@@ -164,6 +166,8 @@ class WholeView(TorchFunctionMode):
         try:
             with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
                 yield
+            # A rank that asked for less than others meets them here, and not in the next
+            # collective.
             self._agree(END_OF_HOOK, None)
         finally:
             self._groups.hide()
@@ -226,6 +230,7 @@ class WholeView(TorchFunctionMode):
         if self._group is None:
             return None
         held = self._held.get(id(tensor))
+        # Its own tensors by identity: these live longer than the hook.
         if held is not None:
             return held[1]
         run, stage = vars(_marked(tensor)).get(_STAGE, ("", None))
@@ -242,6 +247,7 @@ class WholeView(TorchFunctionMode):
             return tensor
         stage, value = self._stage_of(tensor), None
         self._agree(f"{tuple(tensor.shape)} of {stage}", self._group)
+        # `whole` communicates over the ranks of the stage alone.
         if stage is None or stage == self._place:
             value = whole(tensor.detach()).detach()
         if stage is None:
@@ -267,6 +273,7 @@ class WholeView(TorchFunctionMode):
             return
         number = zlib.crc32(what.encode())
         found = torch.tensor([number, -number])
+        # Reached by all ranks of the group, whatever each asks for: that is what is compared.
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         if int(found[0]) == -int(found[1]):
             return

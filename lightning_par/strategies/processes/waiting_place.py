@@ -64,8 +64,7 @@ def _switches() -> str:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return ""
-    # Voluntary alone: a waiting thread is interrupted, too. 173 waits |= depth < _INNERMOST and|
-    # Only near the innermost frame: the loop itself is below files of torch.
+    # Voluntary switches alone: a thread that waits is also interrupted.
     return "".join(line for line in status.splitlines() if line.startswith("voluntary"))
 
 
@@ -78,6 +77,7 @@ def _place(frame: FrameType | None) -> str:
         if frame is None:
             break
         file, name = frame.f_code.co_filename, frame.f_code.co_name
+        # Near the innermost frame only: further out, files of torch may call the user's code.
         waits |= depth < _INNERMOST and any(part in file for part in _COMMUNICATES)
         place = f"{name} ({Path(file).name}:{frame.f_lineno})"
         if _LOOPS in file:
