@@ -149,7 +149,7 @@ class _References:
             self.add_class(value)
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
             self.add_function(value)
-        # Before the next branch: torchmetrics' classes are of a package, their states are the user's.
+        # Before the next branch: classes of torchmetrics are a package's, their states the user's.
         elif isinstance(value, Metric | random.Random):  # which steps change, although not theirs
             self.restores.append(restore_of(value, self._seen))
         elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):

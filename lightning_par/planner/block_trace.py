@@ -96,11 +96,14 @@ def shape_of(
 
 
 def length_of_step(module: nn.Module, example: Callable[[], Any]) -> int | None:
-    """Return T, the most tokens of a sample that an embedding gets in a step; None: no one can say.
+    """Return T: the largest number of tokens of a sample that an embedding gets in a step.
 
     Args:
         module: Parameters may be on meta.
         example: As for `shape_of`.
+
+    Returns:
+        None if the step cannot be run, or calls no embedding.
     """
     try:
         # In a fork: examples come from the user's loaders, which must not be started here.

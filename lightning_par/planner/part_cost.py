@@ -128,8 +128,11 @@ class _PartCost:
         self.recomputed = self._recomputed() if is_block else Work()
 
     def times(self, host: float) -> tuple[float, float, float]:
-        """Return the seconds of forward, of backward with recomputation, and of it of the weights'
-        gradients, with `host` seconds for every kernel.
+        """Return the seconds of the forward, those of the backward with recomputation, and the part
+        of the latter that computes gradients of weights.
+
+        Args:
+            host: Seconds that the host takes to start a kernel.
         """
         backward = self.backward.seconds(host) + self.recomputed.seconds(host)
         return self.forward.seconds(host), backward, self.weight

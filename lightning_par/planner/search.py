@@ -48,10 +48,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """A layout that differs from the chosen one in one respect.
+    """A layout that differs from the chosen one in one setting, and lost.
 
     Attributes:
-        change: The respect, as ``tensor 8 -> 4``.
+        change: The setting and both values, as ``tensor 8 -> 4``.
         layout: The best layout with that change.
         reason: Why it lost, with numbers.
     """
@@ -318,7 +318,10 @@ def _but_recompute(one: Layout) -> tuple[Any, ...]:
 
 
 def _respects(one: Layout) -> dict[str, Any]:
-    """Return the respects in which a neighbor may differ; data follows from the others."""
+    """Return the settings in which a neighbor may differ: name -> value of this layout.
+
+    The degree of data parallelism is not among them, as it follows from the others.
+    """
     sizes = one.sizes
     return {
         "tensor": sizes.tensor,

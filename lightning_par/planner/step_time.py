@@ -140,8 +140,10 @@ class StepCost:
         return max(self.layout.split(self.shape.layers)) * self.layout.stages_per_rank
 
     def gathers(self) -> float:
-        """Return the time in which ZeRO stage 3 gathers a block twice for a micro-batch, and sums
-        its gradients, for all micro-batches at once or for each.
+        """Return the seconds that a block's collectives take in a micro-batch under ZeRO stage 3.
+
+        The block is gathered for the forward and again for the backward. Its gradients are summed
+        in each micro-batch, or once for all, which is then divided by their number.
         """
         sizes = self.layout.sizes
         weights = self.shape.block_weights

@@ -183,7 +183,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def count_problems(name: str, **counts: int) -> list[str]:
-    """Yield a problem for counts of a schedule are less than 1.
+    """Return a problem for every count of a schedule that is less than 1.
 
     Args:
         name: Of the schedule.

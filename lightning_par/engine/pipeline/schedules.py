@@ -242,7 +242,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = {
 def build_schedule(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:
-    """Return the training schedule called `name`, or reads it from the file of that name.
+    """Return the training schedule called `name`, or read it from the file of that name.
 
     Args:
         name: A key of `SCHEDULES`, or the path of a file (see `read_schedule`).
@@ -294,7 +294,7 @@ def splits_backward(name: str, num_ranks: int) -> bool:
 
 
 def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Read a schedule that was written by hand, and checks that it can run.
+    """Read a schedule that was written by hand, and check that it can run.
 
     The file has a line per rank with its actions in order, such as ``0F0 0F1 0B0 0B1``; what
     follows a ``#`` is a comment. A rank holds the stages whose actions it runs.

@@ -52,7 +52,10 @@ def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
 
 
 def _forget_value(metric: Metric) -> None:
-    """Let a metric compute its value anew: other ranks, which have updated it, do, and meet."""
+    """Drop the value that a metric has cached, so that its next `compute` gathers from all ranks.
+
+    The other ranks have updated the metric, so they gather; one that does not would be missed.
+    """
     kept = {name: getattr(metric, name) for name in metric.metric_state}
     kept = {name: [*value] if isinstance(value, list) else value for name, value in kept.items()}
     count, last = metric.update_count, last_batch_value(metric)

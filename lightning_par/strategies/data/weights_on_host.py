@@ -40,7 +40,7 @@ class KnownWeights:
 
 
 class WeightsOnHost:
-    """Finds them for every batch of a fit on a device that is not the host.
+    """Finds the `KnownWeights` of every batch of a fit whose device is not the host.
 
     Args:
         module: The user's LightningModule; where it, or its data module, has hooks that may change

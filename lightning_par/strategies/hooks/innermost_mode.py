@@ -10,21 +10,26 @@ __all__ = ["asks_innermost", "without_mode"]
 
 
 def _is_innermost(_: TorchFunctionMode) -> bool:
-    """Tell whether a mode is the innermost: it answers itself, and any other one calls this."""
+    """Return False; called with the mode in question, if the innermost mode is another one.
+
+    The mode itself answers True, and does not call this.
+    """
     return False
 
 
 def asks_innermost(func: Any) -> bool:
-    """Return whether a mode that is called with a function has to return whether it is the first
-    argument of that function, see `without_mode`.
+    """Return whether a call of `func` asks a mode whether it is the innermost one.
+
+    The mode's ``__torch_function__`` then returns ``args[0] is self``; see `without_mode`.
     """
     return func is _is_innermost
 
 
 @contextmanager
 def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """Takes a mode off, which costs microseconds for every function that it passes on, unless
-    another mode lies above it: torch takes off the innermost one only.
+    """Leave a mode inside, if it is the innermost one; torch can leave no other.
+
+    A mode that only passes functions on still costs microseconds for each of them.
 
     Args:
         mode: Entered already; its ``__torch_function__`` answers what `asks_innermost`.

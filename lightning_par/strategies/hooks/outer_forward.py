@@ -28,8 +28,10 @@ _JIT: Any = torch.jit
 
 
 def _meeting_of(steps: StepRunner, options: MeshOptions) -> Callable[[], None]:
-    """Return what the ranks that communicate in a forward do before it: those that share its
-    samples or its parameters meet, and all of them compare what they do in a new hook.
+    """Return a function for ranks to call before a forward in which they communicate.
+
+    Ranks that share samples or parameters wait for each other in it. In the first run of a hook,
+    all ranks also compare what they are about to do.
     """
     mesh, sizes = steps.mesh, steps.mesh.sizes
     # With shards every rank gathers in a forward; without, only those of one replica talk.

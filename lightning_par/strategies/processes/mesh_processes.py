@@ -199,8 +199,9 @@ class MeshProcesses:
 
     @property
     def speaks(self) -> bool:
-        """Whether what all processes of this node find alike is said by this one: by each that no
-        process of ours has started, as its log may be another.
+        """Whether this process logs what all processes of its node find alike.
+
+        The first one does, and each that no process of ours has started: its log may be another.
         """
         environment, launcher = self._environment, self._launcher
         is_first = environment is None or environment.local_rank() == 0
@@ -548,10 +549,11 @@ class MeshProcesses:
         return box[0]
 
     def before_exchange(self, name: str) -> None:
-        """Exchange what precedes an exchange that the user's step, or a hook, asks for.
+        """Do what has to come before an exchange that the user's step, or a hook, asks for: compare
+        it with what other ranks do, and gather the blocks that this rank's forward has skipped.
 
         Args:
-            name: What it is.
+            name: Name of the exchange, for messages.
         """
         self.agree(name)
         if self.catch_up is not None:

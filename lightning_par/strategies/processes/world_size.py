@@ -56,23 +56,21 @@ _RANK = _Number(
 
 
 def noting_world_size(places: list[str], count: int | None = None) -> Any:
-    """Return a context in which it is noted where code of the user's reads the number of processes;
-    it reads at most `count`, if that is given.
+    """Return a context that notes where the user's code reads the number of processes.
 
     Args:
-        places: Gets a text for each.
-        count: The largest number that it reads.
+        places: Receives a text for each read.
+        count: The user's code reads this number in place of a larger one; None: the real one.
     """
     return _noting(_SIZE, places, count)
 
 
 def noting_rank(places: list[str], rank: int | None = None) -> Any:
-    """Return a context in which it is noted where code of the user's reads which process it runs
-    in; it reads at most `rank`, if that is given.
+    """Return a context that notes where the user's code reads its rank.
 
     Args:
-        places: Gets a text for each.
-        rank: The largest number that it reads.
+        places: Receives a text for each read.
+        rank: The user's code reads this rank in place of a larger one; None: the real one.
     """
     return _noting(_RANK, places, rank)
 

@@ -12,9 +12,9 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 
 def plain_before_setup(hook: H) -> H:
-    """Let Lightning's own hook of the same name answer until the module is on the mesh once.
+    """Decorate a hook of a strategy: before the first `setup`, Lightning's own one answers instead.
 
-    Until then it is whole and plain, so that ``trainer.save_checkpoint`` after
+    Until then the module is whole and plain, so that ``trainer.save_checkpoint`` after
     ``trainer.strategy.connect(module)`` writes what any strategy would.
 
     Args:

@@ -52,7 +52,7 @@ _known: "WeakKeyDictionary[nn.Module, dict[Any, ParallelPlan]]" = WeakKeyDiction
 def plan_of_run(
     module: nn.Module, given: ParallelPlan | None, sizes: ParallelSizes
 ) -> ParallelPlan | None:
-    """Return the plan of a run, in which nothing is missing that the mesh needs and a trace tells.
+    """Return the plan of a run; what it lacks for the mesh is filled in from a trace of the step.
 
     Args:
         module: The user's module; parameters may be on meta.

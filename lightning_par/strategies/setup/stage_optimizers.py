@@ -119,7 +119,7 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> N
 def kept_by_optimizers(
     model: ParallelModel | None, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Callable[[ParallelModel], None]:
-    """Return what gives the optimizers of an earlier fit the parameters of a new parallel form.
+    """Return a function that gives an earlier fit's optimizers the parameters of a new run's model.
 
     An evaluation puts the module on the mesh anew. A checkpoint that is saved after it holds the
     states of optimizers as after the fit, as with a plain Trainer.

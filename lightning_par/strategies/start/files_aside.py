@@ -24,12 +24,12 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 @contextmanager
 def files_aside() -> Iterator[dict[Path, Path]]:
-    """Inside, what this thread opens for writing is a copy in a folder that is removed, also where
-    it writes a temporary file first and renames it, as savers of checkpoints do; gives the copies.
-    What it removes stays.
+    """Let this thread write to copies of files inside, and remove the copies at the end.
 
-    Copies are opened by Python: by `open`, `os.open` and `torch.save`. Other threads, as those that
-    save a checkpoint in the background, are left alone.
+    A file that `open`, `os.open` or `torch.save` opens for writing is copied into a folder of its
+    own. A copy that is renamed becomes that of the new name: savers of checkpoints write a
+    temporary file first. A file that the thread removes stays. Other threads, as those that save a
+    checkpoint in the background, write to the files themselves. Gives file -> copy.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         aside = _Aside(Path(folder))

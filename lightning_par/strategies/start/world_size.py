@@ -38,9 +38,10 @@ _CURES = {
 def compares_world_sizes(
     about: Callable[[Any], tuple[ParallelMesh, bool]],
 ) -> Callable[[Look], Look]:
-    """Decorate a method that runs a step without a trace, whose first argument is its name, so that
-    it refuses losses and logged numbers that depend on the number of processes, and losses that
-    depend on the rank.
+    """Decorate a method that runs a step without a trace, and takes the step's name first.
+
+    The method then refuses a loss or a logged number that depends on the number of processes, and
+    a loss that depends on the rank.
 
     Args:
         about: Object with the method -> its mesh, and whether the first step will be proved to

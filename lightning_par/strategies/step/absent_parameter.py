@@ -63,7 +63,7 @@ _KEEPS = frozenset(
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a parameter or buffer wherever it is.
+    """What every rank knows of a parameter or buffer, whichever stage holds it.
 
     Attributes:
         name: Its FQN.
@@ -83,7 +83,7 @@ class About:
 
 
 END_OF_HOOK = "the end of the hook"
-"""What a rank is about to do whose hook has ended."""
+"""What a rank whose hook has ended tells the others in place of a next exchange."""
 
 
 class HookView(Protocol):
@@ -93,15 +93,15 @@ class HookView(Protocol):
         """Return what stands for a parameter."""
 
     def agree(self, what: str) -> None:
-        """Refuse what some ranks do not do."""
+        """Raise, on all ranks, if other ranks are not about to do `what`, too."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Surrounds what is no code of the hook."""
+        """Surround code of this package inside the hook, which sees this rank's tensors."""
 
 
 @dataclass(kw_only=True)
 class Refusals:
-    """What was read of other stages.
+    """The refusals of reads of parameters that other stages hold.
 
     Attributes:
         waits: Whether a read is only written down, for all stages to raise together.

@@ -160,6 +160,10 @@ class PipelinedSteps:
     ) -> tuple[Any, Tensor]:
         """Run `training_step` and its backward on the batch of this replica.
 
+        The order matters. Weights come first, as they are sums over all replicas, and every loss is
+        scaled by them before its backward. Results and logs of the last stage are broadcast after
+        the schedule, when no stage waits for a message of another one.
+
         Args:
             context: Precision plugin's context of the step.
             args: The batch, and what else the step takes.
@@ -438,7 +442,7 @@ class PipelinedSteps:
         return value, extras, logs
 
     def _name_unknown(self, extras: Mapping[str, Any] | None, count: int) -> None:
-        """Say once which counts may be those of one of the micro-batches."""
+        """Warn, once for each, of integers in the step's output that may count one micro-batch."""
         if extras and count > 1:
             unknown = {*counts_in(extras)} - self._weigher.judged
             self._weigher.judged |= unknown
