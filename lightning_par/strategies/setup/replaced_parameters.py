@@ -54,7 +54,7 @@ class _Replacement:
         self._rows: list[list[Any]] = []  # those of each group now, and of all groups
 
     def __call__(self, value: Any) -> Any:
-        """Return what stands in the place of a value now."""
+        """Return the value that takes the place of `value`; containers are changed in place."""
         if isinstance(value, Tensor):
             return self._table.get(id(value), value)
         if type(value) is tuple:
@@ -79,8 +79,10 @@ class _Replacement:
         return value
 
     def _in_sequence(self, held: Sequence[Any]) -> list[Any]:
-        """Return what stands in the places of entries; copies of parameters, which a tuple has
-        beside one, and a list in the order of a group, become parts as these do.
+        """Return the new entries of a list or tuple.
+
+        A tensor beside a parameter in a tuple, or in a list as long as a group, may be a copy of a
+        parameter, such as an average: then it becomes a part as the parameter does.
         """
         found = list(map(self, held))
         if isinstance(held, tuple):

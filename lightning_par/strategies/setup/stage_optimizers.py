@@ -41,11 +41,11 @@ _MIB = 2**20
 
 @contextmanager
 def optimizers_of_a_stage(stages: int) -> Iterator[None]:
-    """Inside, optimizers train those of the parameters they are given that this stage holds.
+    """Let optimizers that are made inside hold the parameters of this stage only.
 
-    Of the parameters of other stages they are given what stands for them, so that what they are
-    given has as many entries as on one process, in the same order. A group may then be empty, and
-    so may all of them; torch takes an empty list of parameters for a mistake.
+    The user's code gives them parameters of all stages, those of other stages as stand-ins, so that
+    lists and groups are as long as on one process, and in the same order. A group may become empty,
+    and so may all of them, which torch's own constructor takes for a mistake.
 
     Args:
         stages: Number of pipeline ranks; with 1 nothing changes.

@@ -15,8 +15,10 @@ __all__ = ["make_contrast"]
 def make_contrast(
     batch: Any, dims: BatchDims, half: int, rules: Sequence[LossRule], labels: Collection[str]
 ) -> list[tuple[Any, int]]:
-    """Return some samples and two parts of them, with fewer labels and weights in the first part;
-    each with its number of samples. Empty if no entry of several samples can be changed.
+    """Return some samples and two parts of them, each with its number of samples.
+
+    The first part has fewer labels and smaller weights than the second, so that rules of the loss
+    differ. Empty if no entry of several samples can be changed.
 
     An entry gets only values that it may hold: the ignored label if it holds one somewhere or is
     in `labels`, else 0; weights become 0, lengths are halved. Each entry keeps another share.

@@ -44,8 +44,9 @@ class EndOfRun:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Surrounds a look at the step: notices whether it asks for the step or the epoch; inside
-        of `look` it is told the last ones.
+        """Surround a look at the step, and notice whether it reads the Trainer's step or epoch.
+
+        Inside `look`, it reads the last ones of the run.
         """
         with ExitStack() as stack:
             for place, name in enumerate(_PROGRESS):

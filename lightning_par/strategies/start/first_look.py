@@ -462,8 +462,8 @@ class FirstLook:
     def judge_logs(
         self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
     ) -> frozenset[str]:
-        """Learn which logged numbers are sums over the samples; return the names of those, and of
-        metrics, that are not made of what parts of a batch log, or update them with.
+        """Learn how logged numbers follow from those of parts of a batch; return the names of the
+        numbers and metrics that do not follow from them.
 
         Args:
             seen: What the step did on some samples and on parts of them.

@@ -261,8 +261,8 @@ OF_METRIC = "self."
 def compare_metrics(
     whole: dict[str, Any], parts: dict[str, Any], tolerance: float
 ) -> dict[str, int]:
-    """Tell of each metric whether it is of the `SAME_KIND` for a batch as for its parts, or
-    `NOT_OF_PARTS`, as `compare_parts` does of numbers.
+    """Return, for every metric, whether its value for a batch is that for the batch's parts
+    together: `SAME_KIND`, or else `NOT_OF_PARTS`, as `compare_parts` says it of numbers.
 
     Args:
         whole: FQN -> value for the batch, on the host.

@@ -116,8 +116,10 @@ def warn_of_results(names: Collection[str]) -> None:
 def left_numbers(
     step: str, before: Mapping[str, float], ends: Sequence[Mapping[str, float]]
 ) -> list[list[LogCall]]:
-    """Return the numbers that a step has left in attributes on some samples and on their parts, as
-    if it logged their mean. Those that add up what they get are right as they are, and left out.
+    """Return the numbers that a step has left in attributes, as calls of `self.log` with a mean.
+
+    There is a list for the step on some samples, and for the step on each part of them. Running
+    sums are left out: they are right as they are.
 
     Args:
         step: Its name, which begins that of a number: ``training_step().self.count``.

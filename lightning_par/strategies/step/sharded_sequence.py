@@ -24,7 +24,7 @@ class ShardedSequence:
     whole sequences, on every rank the same.
 
     So do evaluation steps that compute something else on divided sequences, see Note [Whole or
-    divided] in `look/divided_step.py`.
+    divided] in `start/divided_step.py`.
 
     Args:
         shard: This rank's shard of sequences.

@@ -164,9 +164,11 @@ def compare_parts(
     tolerance: float,
     samples: Sequence[int] = (),
 ) -> dict[str, int]:
-    """Tell of each number what it is of those that the parts of a batch log: `SAME_KIND` as it is
-    logged, their `MEAN_OF_SAMPLES`, whatever weighs in the loss, their `SUM_OF_PARTS` although it
-    is logged as a mean, or `NOT_OF_PARTS` at all.
+    """Return, for every logged number, how that of a batch follows from those of its parts.
+
+    `SAME_KIND`: by the reduction with which it is logged, weighted as the loss.
+    `MEAN_OF_SAMPLES`: as a mean weighted by numbers of samples, whatever weighs in the loss.
+    `SUM_OF_PARTS`: as a sum, although it is logged as a mean. `NOT_OF_PARTS`: in no such way.
 
     Args:
         logs: From `numbers_of`, of the batch and of each of its parts.
