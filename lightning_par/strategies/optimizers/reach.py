@@ -66,6 +66,7 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
     """
     kind = type(optimizer)
     declared = getattr(optimizer, LOOKS_ACROSS, None)
+    # A declaration counts more than a name or a probe: the author knows.
     if declared is not None:
         choices = Reach.__args__  # type: ignore[attr-defined]
         if declared not in choices:
@@ -77,6 +78,8 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
         return declared  # type: ignore[no-any-return]
     if any(base.__name__.startswith(_BY_MODEL) for base in kind.__mro__):
         return "model"
+    # A class that overrides `step` of torch's Adam may look at anything; `unwrap`, as torch wraps
+    # each class's step for profiling.
     step = inspect.unwrap(kind.step)
     if any(issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _BY_ENTRY):
         return "entry"
@@ -93,6 +96,8 @@ def check_references(optimizer: Optimizer) -> None:
     groups = [group["params"] for group in optimizer.param_groups]
     known = {id(parameter) for group in groups for parameter in group}
 
+    # By identity, through containers and optimizers inside; tensors are compared by id, as `in`
+    # would compare entries.
     def holds(value: Any, seen: set[int]) -> bool:
         if isinstance(value, Tensor):
             return id(value) in known
@@ -126,6 +131,7 @@ def looks_across_model(optimizer: Optimizer, device: torch.device) -> bool:
 
     What cannot be tried is taken to do so.
     """
+    # Not sharded: what is asked is whether parameters depend on each other.
     kinds = [_Kind(k.group, k.shape) for k in _kinds(optimizer)]
     if not kinds:
         return False
@@ -133,6 +139,7 @@ def looks_across_model(optimizer: Optimizer, device: torch.device) -> bool:
     kinds = [kind for kind in kinds for _ in range(2)]
     together = _try(optimizer, kinds, device, range(len(kinds)))
     for number, _ in enumerate(kinds):
+        # The same start and gradients as together, so that any difference comes from the others.
         alone = _try(optimizer, kinds, device, [number])
         if together is None or alone is None or not _same(together[number], alone[0]):
             return True
@@ -154,6 +161,7 @@ def right_on_shards(optimizer: Optimizer, device: torch.device) -> bool:
     wanted = _try(optimizer, plain, device, numbers)
     found = _try(optimizer, sharded, device, numbers)
     if wanted is None or found is None:
+        # What cannot be tried sharded is stepped on whole tensors.
         return False
     return all(_same(a, b) for a, b in zip(wanted, found, strict=True))
 
@@ -162,11 +170,14 @@ def _kinds(optimizer: Optimizer) -> list[_Kind]:
     """Return the kinds of parameters, the largest first of each."""
     found: dict[Any, _Kind] = {}
     for number, group in enumerate(optimizer.param_groups):
+        # The largest stands for its kind: small ones may be below a threshold of the optimizer.
         for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
             mesh: DeviceMesh | None = None
             placements: tuple[Placement, ...] = ()
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
+            # Rows and columns above 128, a threshold below which some optimizers do not factor a
+            # matrix.
             caps = (_ROWS, _COLUMNS) if parameter.ndim <= 2 else (8, 6, *[_REST] * parameter.ndim)
             shape = tuple(min(size, cap) for size, cap in zip(parameter.shape, caps, strict=False))
             key = number, parameter.ndim, placements
@@ -188,6 +199,7 @@ def _try(
     Returns:
         None if that raises.
     """
+    # All of them, also those that are not stepped: each has the same numbers in every trial.
     values = list(_problem(kinds, device))
     start = [values[number][0] for number in numbers]
     tensors = [nn.Parameter(_place(values[n][0], kinds[n])) for n in numbers]
@@ -207,6 +219,7 @@ def _try(
                 pairs = zip(numbers, tensors, strict=True)
                 group["params"][:] = [t for n, t in pairs if kinds[n].group == number]
             for _ in range(_STEPS):
+                # Of the class: a scheduler or a hook may have replaced `step` on the object.
                 type(clone).step(clone, closure)  # type: ignore[arg-type]
             after = [whole(tensor.detach()) for tensor in tensors]
     except Exception:  # whatever a stranger's optimizer raises means that it cannot be tried
@@ -216,11 +229,13 @@ def _try(
 
 def _problem(kinds: Sequence[_Kind], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Give the start and the slope of every tensor; those of unlike size have unlike slopes."""
+    # The same numbers on every rank, of which each then cuts its shard.
     generator = torch.Generator().manual_seed(0)
     for number, kind in enumerate(kinds):
         start, slope = (
             torch.randn(kind.shape, generator=generator, dtype=torch.float64) for _ in range(2)
         )
+        # Unlike slopes, or an update that takes a mean over all would look the same.
         yield start.to(device), slope.to(device) * (number + 1)
 
 
@@ -242,6 +257,7 @@ def _place(value: Tensor, kind: _Kind) -> Tensor:
 
 
 def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    # Relative to how far the weights went, whatever the learning rate.
     way = (a[1] - a[0]).abs().max()
     return bool((a[1] - b[1]).abs().max() <= _SAME * way)
 
@@ -254,6 +270,7 @@ def _clone(optimizer: Optimizer) -> Optimizer:
     """
     left_out = ("step", "state", "param_groups")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Parameters are not copied, wherever the optimizer keeps them: they may fill the memory.
     memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for p in parameters}
     rest = {k: v for k, v in vars(optimizer).items() if k not in left_out}
     clone: Optimizer = object.__new__(type(optimizer))

@@ -76,6 +76,8 @@ class WholeStep:
         self._entries = list(self._list_entries(names, order))
         self._parameters: list[list[Any]] = []  # those of each group while tensors are in place
         self._depth, self._loaded = 0, False
+        # torch calls these inside the wrapper of `step`, so also where Lightning's wrapper or a
+        # scaler calls it.
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -105,6 +107,7 @@ class WholeStep:
             here = self._mesh.place["pp"]
         for number, own in enumerate(held):
             found: dict[str, tuple[int, Any]] = {}
+            # The first stage that holds a parameter owns it, e.g. of tied tables.
             for stage, parts in enumerate(stages):
                 for name, about in parts[number].items():
                     found.setdefault(name, (stage, about))
@@ -119,6 +122,7 @@ class WholeStep:
                     place=place,
                     shape=shape,
                     dtype=dtype,
+                    # Made once: states of the optimizer are keyed by it while it steps.
                     tensor=nn.Parameter(torch.empty(0, dtype=dtype, device=self._device)),
                 )
 
@@ -130,10 +134,12 @@ class WholeStep:
         self._depth += 1
         if self._depth > 1:
             return None
+        # Every rank steps together, so that all of them are in these collectives.
         self._gather()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             return None
+        # The closure runs the user's step, which needs the parameters and not the whole tensors.
         around = self._around(closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": around}
@@ -152,9 +158,12 @@ class WholeStep:
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
+            # What the optimizer has changed so far is what the closure computes with.
             self._scatter(keep=True)
             with torch.enable_grad():
                 loss = closure()
+            # LBFGS's line search compares losses: ranks that decided differently would call the
+            # closure another number of times, and hang.
             if isinstance(loss, Tensor) and self._mesh.sizes.data > 1:
                 # What one process would have: the optimizer decides by it, alike on every rank.
                 loss = loss.detach().clone()
@@ -182,6 +191,7 @@ class WholeStep:
             if parameter.grad is not None:
                 tensor.grad = whole(parameter.grad).detach().clone(memory_format=plain)
             if parameter in state:
+                # Moved and not copied: the entry of the parameter comes back after the step.
                 held = state.pop(parameter)
                 state[tensor] = {k: _whole_state(v) for k, v in held.items()}
         if self._across:
@@ -193,6 +203,8 @@ class WholeStep:
     def _exchange(self) -> None:
         """Give every stage the parameters, gradients and, after a load, the states of others."""
         group, place = self._mesh.group("pp"), self._mesh.place["pp"]
+        # Whether there is a gradient, from its owner: shapes everybody knows, but without a
+        # gradient there must be no broadcast.
         has = torch.tensor(
             [e.stage == place and e.tensor.grad is not None for e in self._entries],
             device=self._device,
@@ -204,11 +216,13 @@ class WholeStep:
             if entry.stage != place and entry.place is None:
                 tensor.data = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
                 tensor.grad = torch.empty_like(tensor) if trained else None
+            # In the order of the entries, which is the same on all stages.
             dist.broadcast(tensor.data, source, group=group)
             if trained:
                 grad = torch.empty_like(tensor) if tensor.grad is None else tensor.grad
                 dist.broadcast(grad, source, group=group)
                 tensor.grad = grad
+        # Once after a load: later on each stage steps all states itself, alike.
         if self._loaded:
             self._loaded = False
             self._exchange_states(group)
@@ -235,6 +249,7 @@ class WholeStep:
         """
         groups, state = self._optimizer.param_groups, self._optimizer.state
         for entry, parameter in self._own():
+            # Into the memory of the parameter: FSDP and others hold it.
             local_part(parameter).copy_(local_part(shard_of(entry.tensor.detach(), parameter)))
             if not keep and entry.tensor in state:
                 held = state.pop(entry.tensor)
@@ -244,6 +259,7 @@ class WholeStep:
         if not keep:
             for entry in self._entries:
                 entry.tensor.grad = None
+                # Its memory is needed in the next forward.
                 entry.tensor.data = entry.tensor.data.new_empty(0)
 
 
@@ -259,5 +275,7 @@ def _part_of_state(value: Any, parameter: Tensor) -> Any:
     assert isinstance(parameter, DTensor)
     if value.shape == parameter.shape:
         return shard_of(value, parameter)
+    # E.g. Adafactor's row and column means: the same on every rank, and a DTensor, so that a
+    # checkpoint knows it.
     mesh = parameter.device_mesh
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
