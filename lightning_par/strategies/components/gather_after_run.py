@@ -43,7 +43,7 @@ def gather_after_run(
 
     **Communicates**: the weights, to every rank, where there are several.
     """
-    # Gathers are taken back first, or their parameters would be exchanged for shards.
+    # While FSDP has gathered parameters, other tensors than shards are in their places.
     if not model.forms.is_whole:  # it is, where the set-up of another run failed
         model.sharding.release()
         _gather(model, optimizers, options, processes)

@@ -52,7 +52,7 @@ class KeptOptimizers:
         """
         try:
             found = torch.load(self._path, weights_only=True)
-        # None, or one that a killed process has left half written by other means.
+        # There is no file, or it is not one that `save` has written whole.
         except (OSError, RuntimeError, pickle.UnpicklingError):
             return None
         shapes = [local_part(parameter).shape for _, parameter in self._held]

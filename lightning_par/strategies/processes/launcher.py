@@ -87,7 +87,8 @@ class PreflightLauncher(SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        # Here in the first process alone: errors of options are printed once, in a second.
+        # Before other processes are started: errors of options are printed once, and within
+        # seconds.
         self._preflight(trainer, args[0] if args else None)
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         self.data = given.get("train_dataloaders", given.get("dataloaders"))
