@@ -337,6 +337,7 @@ class MeshStrategy(ParallelStrategy):
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(module)
+            # Names, asked before `parallelize` replaces these parameters.
             kept = kept_by_optimizers(self._parallel_model, module, self.optimizers)
             rest = self.mesh, self.root_device, self._record, self.options, self.processes
             self._parallel_model, self.start = parallelize(module, resolved, *rest)

@@ -385,14 +385,18 @@ class WholeView(TorchFunctionMode):
     ) -> Any:
         target = written(func, name, args, kwargs)
         stages = {stage for t in parts if (stage := self._stage_of(t)) is not None}
+        # Whole on every rank, so that all generators move alike, as one process's does.
         if name in _DRAWS or name in _DRAWS_IN_PLACE:
             return self._draw(func, name, args, kwargs)
+        # A number or a shape that depends on values: every rank needs the values.
         if name in _TO_PYTHON | _DRAWS_BY_VALUES or is_masked(name, args):
             args, kwargs = self.values((args, kwargs))
             return func(*args, **kwargs)
+        # A tensor that all ranks have is written to by all: they need the other values, too.
         if target is not None and not self._is_part(target):
             args, kwargs = self._others(target, args, kwargs)
             return func(*args, **kwargs)
+        # No stage alone has what it takes.
         if len(stages) > 1:
             args, kwargs = self._others(target, args, kwargs)
             if target is None:
@@ -404,6 +408,7 @@ class WholeView(TorchFunctionMode):
         (stage,) = stages
         if stage == self._place or not any(isinstance(t, AbsentParameter) for t in parts):
             out = run(func, target, args, kwargs)
+        # What is written belongs to another stage, whose ranks write it.
         elif target is not None:
             return args[0] if target is first(args) else target
         else:
@@ -417,6 +422,7 @@ class WholeView(TorchFunctionMode):
     def _draw(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Draw random numbers for the whole of a tensor, on every rank."""
         like = args[0]
+        # In the shape of the whole: a shard would draw fewer numbers than one process.
         plain = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         drawn = func(plain, *self.values(args[1:]), **self.values(kwargs))
         if name in _DRAWS:
