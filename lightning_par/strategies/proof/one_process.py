@@ -368,12 +368,7 @@ def _prepare(
         nonlocal begun
         if begun != done:  # not where an optimizer computes the loss once more
             if begun < 0:
-                _refill(module, given.start.tensors)
-                record.restored = restore(module.trainer.optimizers, given.start.optimizers)
-                if given.start.is_later and given.start.trains is not None:
-                    for name, parameter in module.named_parameters():
-                        parameter.requires_grad_(name in given.start.trains)
-                given.prepare(module)
+                _begin(module, given, record)
             begun = done
             restore_random_states(given.random_states[done], device)
         if given.start.is_later:
@@ -402,6 +397,16 @@ def _prepare(
     if given.start.is_later:
         _leave_out_begin(module)
     own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+
+
+def _begin(module: pl.LightningModule, given: GivenStep, record: StepRecord) -> None:
+    """Bring the module and its optimizers to where the step began on the mesh."""
+    _refill(module, given.start.tensors)
+    record.restored = restore(module.trainer.optimizers, given.start.optimizers)
+    if given.start.is_later and given.start.trains is not None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in given.start.trains)
+    given.prepare(module)
 
 
 @torch.no_grad()
