@@ -27,6 +27,7 @@ class StartValues:
         put_outside: Puts back what the user's code keeps outside of its module as it was then.
         trains: Names of the parameters that are not frozen; on rank 0. None: those that were not
             when the module was put on the mesh.
+        gradients: Name -> gradient that earlier steps have left, whole; on rank 0.
         is_later: Whether the step comes after others of this run, and the hooks before it have run.
     """
 
@@ -39,6 +40,7 @@ class StartValues:
     optimizers: Sequence[Mapping[str, Any]] | None = None
     put_outside: Callable[[], None] = lambda: None
     trains: frozenset[str] | None = None
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
     is_later: bool = False
     batch: int = 0
 

@@ -29,6 +29,7 @@ __all__ = [
     "gather_parameters",
     "gather_state",
     "gather_tensors",
+    "gather_trained",
     "global_loss",
 ]
 
@@ -116,6 +117,17 @@ def gather_forms(model: ParallelModel) -> dict[str, Form]:
     for stage in _gather(own, mesh.sizes.pipeline, mesh, "pp"):
         forms |= stage
     return forms
+
+
+def gather_trained(model: ParallelModel) -> frozenset[str]:
+    """Return the names of the parameters that are not frozen now, on rank 0; elsewhere none.
+
+    Args:
+        model: The model on the mesh.
+
+    **Communicates**: as `gather_forms`.
+    """
+    return frozenset(name for name, form in gather_forms(model).items() if form.is_trained)
 
 
 def gather_gradients(model: ParallelModel) -> dict[str, Tensor]:

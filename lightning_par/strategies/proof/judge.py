@@ -241,6 +241,7 @@ class Judge:
             groups=numbers_of(self.model.module.trainer.optimizers),
             put_outside=lambda: None,
             is_later=True,
+            gradients={},
         )
         self.one = self._take(0, drops=drops, start=start, batches=self.joined[:1])
         return self.one

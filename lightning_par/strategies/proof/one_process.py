@@ -311,6 +311,13 @@ def _continue(trainer: pl.Trainer, start: StartValues) -> None:
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.global_step
     loop.manual_optimization.optim_step_progress.total.completed = start.global_step
+    reset, batches = loop.reset, loop.batch_progress.current
+
+    def reset_to_start() -> None:
+        reset()  # to 0
+        batches.ready = batches.started = batches.processed = batches.completed = start.batch
+
+    vars(loop)["reset"] = reset_to_start
 
 
 def _trainer_like(
@@ -406,6 +413,9 @@ def _begin(module: pl.LightningModule, given: GivenStep, record: StepRecord) -> 
     if given.start.is_later and given.start.trains is not None:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in given.start.trains)
+    for name, parameter in module.named_parameters():
+        if name in given.start.gradients:
+            parameter.grad = given.start.gradients[name].to(parameter.device, copy=True)
     given.prepare(module)
 
 

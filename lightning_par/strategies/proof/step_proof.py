@@ -5,7 +5,7 @@ of a proof].
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_par.engine.data.equal_copies import differing_copies, error_of_copies
+from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.errors import VerificationError
 from lightning_par.observe.outside import outside_state
@@ -29,10 +30,10 @@ from lightning_par.strategies.proof.fault import find_fault, passing_fault
 from lightning_par.strategies.proof.gathering import (
     from_first,
     gather_batches,
-    gather_forms,
     gather_gradients,
     gather_optimizers,
     gather_state,
+    gather_trained,
     global_loss,
 )
 from lightning_par.strategies.proof.judge import (
@@ -48,7 +49,11 @@ from lightning_par.strategies.proof.one_process import GivenStep
 from lightning_par.strategies.proof.parted_batch import why_not_parted
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
-from lightning_par.strategies.proof.updates import NotedUpdates
+from lightning_par.strategies.proof.updates import (
+    gather_left_gradients,
+    has_stepped,
+    NotedUpdates,
+)
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 
@@ -240,7 +245,7 @@ class StepProof:
             return False
         self._model, self._plugin = model, plugin
         step, held = model.module.global_step, model.module.trainer.optimizers
-        continues = step > 0 or any(map(_has_stepped, held))
+        continues = step > 0 or any(map(has_stepped, held))
         is_whole = not self._by_blocks
         states = gather_optimizers(model, held) if continues and is_whole else None
         start = StartValues(
@@ -252,7 +257,8 @@ class StepProof:
             optimizers=states,
             groups=numbers_of(held),
             put_outside=self._outside(model.module),
-            trains=_trained(model),
+            trains=gather_trained(model),
+            gradients=gather_left_gradients(model) if is_whole else {},
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
@@ -308,6 +314,7 @@ class StepProof:
         sees = sees and not self._accumulates
         self._noted.gradients.append(gather_gradients(model) if sees else None)
 
+    @few_collections()
     def _prove(self) -> None:
         """Compare the step with that of one process.
 
@@ -393,7 +400,7 @@ class StepProof:
                 return CannotProveError("the step draws random numbers")
             if reason := from_first(self._follow(model.module)):
                 return CannotProveError(reason.removesuffix("."))
-            trains = _trained(model)  # hooks of the step may have frozen some
+            trains = gather_trained(model)  # hooks of the step may have frozen some
             if judge is not None:
                 start = replace(judge.given.start, trains=trains)
                 judge.given = replace(judge.given, start=start)
@@ -478,15 +485,3 @@ class StepProof:
         else:
             self.outcomes[f"data of training step {self._step}"] = odd
             _logger.warning(odd)
-
-
-def _trained(model: ParallelModel) -> frozenset[str]:
-    """Return the names of the parameters that are not frozen now, on rank 0."""
-    forms = gather_forms(model).items()
-    return frozenset(name for name, form in forms if form.is_trained)
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it holds more than the zeros that some (LBFGS) write before their first closure."""
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
-    return any(isinstance(v, Tensor) or bool(v) for state in states for v in state.values())

@@ -5,18 +5,26 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
 from torch.optim import Optimizer
 
 from lightning_par.observe.report import StepRecord
-from lightning_par.strategies.proof.gathering import gather_gradients, gather_parameters
+from lightning_par.strategies.proof.gathering import (
+    gather_gradients,
+    gather_parameters,
+    gather_tensors,
+)
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.gradient_path import MeshPrecision
 
 __all__ = [
     "NotedUpdates",
     "copies_of_gradients",
+    "gather_left_gradients",
+    "has_stepped",
     "restore",
     "take_over",
     "watch_steps",
@@ -106,3 +114,31 @@ def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
     except Exception:  # of an optimizer that loads in a way of its own
         return False
     return True
+
+
+def gather_left_gradients(model: ParallelModel) -> dict[str, Tensor]:
+    """Return the gradients of earlier steps to which the next backward adds, whole, on rank 0.
+
+    Those are of parameters that no optimizer has, and of all where the module zeroes them itself.
+
+    Args:
+        model: The model on the mesh, before the backward.
+
+    **Communicates**: these gradients, to rank 0.
+    """
+    module = model.module
+    if model.host is not None:
+        return {}
+    is_own = is_overridden("optimizer_zero_grad", module, pl.LightningModule)
+    groups = (g for optimizer in module.trainer.optimizers for g in optimizer.param_groups)
+    zeroed = {id(parameter) for group in groups for parameter in group["params"]}
+    if is_own or not module.automatic_optimization:
+        zeroed = set()
+    left = ((n, p.grad) for n, p in module.named_parameters() if id(p) not in zeroed)
+    return gather_tensors(left, model.resolved.canonical, model.mesh)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether it holds more than the zeros that some (LBFGS) write before their first closure."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return any(isinstance(v, Tensor) or bool(v) for state in states for v in state.values())

@@ -30,6 +30,7 @@ from lightning_par.engine.experts.apply import (
 )
 from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.init.materialize import broadcast_values, Materializer
+from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.p2p import Channel
 from lightning_par.engine.pipeline.split_backward import WeightGradients
@@ -62,6 +63,7 @@ from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 __all__ = ["parallelize"]
 
 
+@few_collections()
 def parallelize(  # house: the order, in one place
     module: pl.LightningModule,
     resolved: ResolvedPlan,

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.pipeline.refusals import SecondCallError
 from lightning_par.errors import ConfigurationError, PipelineError
 from lightning_par.observe.contents import names_in
@@ -306,6 +307,7 @@ class RunStart:
             warn_of_logs(name, others)
 
     @compares_world_sizes(lambda start: (start.steps.mesh, start._is_proved))
+    @few_collections()
     def _look(
         self,
         name: str,

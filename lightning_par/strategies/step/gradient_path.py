@@ -157,6 +157,8 @@ class GradientPath:
         self._loss: Tensor | None = None  # sum over the batches since the last optimizer step
         self._norm: Tensor | None = None  # known between judging a step and clipping it
         self._absent = torch.zeros(())  # gradients that some rank lacks
+        self._copies = [p for copies in shared for p in copies.parameters]
+        self._left: list[Tensor | None] | None = None  # gradients of steps before, while one is on
         self.actions = tuple(self._list_actions())
 
     def __str__(self) -> str:
@@ -292,18 +294,18 @@ class GradientPath:
     def of_one_backward(self) -> Iterator[None]:
         """Surrounds a backward and what follows it.
 
-        In manual optimization an optimizer steps after any number of backwards, each of which gives
-        final gradients. So the sums of earlier ones are set aside, not to be reduced once more.
+        Gradients that are summed over ranks already are set aside, not to be summed once more: in
+        manual optimization those of earlier backwards, as each gives final gradients; else those
+        that nobody has zeroed since the last update.
         """
-        if self._module.automatic_optimization:
-            yield
-            return
-        parameters = [p for copies in self.shared for p in copies.parameters]
-        held = take_gradients(parameters)
+        if self._left is None:
+            self._left = take_gradients(self._copies)
         try:
             yield
         finally:
-            put_gradients(parameters, held, torch.ones(()))
+            if self._sharding.synchronizes or not self._module.automatic_optimization:
+                put_gradients(self._copies, self._left, torch.ones(()))
+                self._left = None
 
     def after_backward(self) -> None:
         """Run the actions that follow a step's last backward; none while batches accumulate.

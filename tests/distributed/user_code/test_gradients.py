@@ -60,6 +60,30 @@ def each_block_clipped() -> Any:
     return hooked(act)
 
 
+@CASES.add(equal="tp2 pp2 zero1", large="tp2pp2 zero3")
+def zeroed_every_second_step() -> Any:
+    class Module(PlainModule):
+        lr = 0.1
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2")
+def weights_without_an_optimizer_count_in_the_norm() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.blocks.parameters(), lr=self.lr)
+
+        def on_after_backward(self) -> None:
+            clip(self.parameters(), 0.05)
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="pp2", large="tp2pp2")
 def each_group_of_the_optimizer_clipped() -> Any:
     class Module(PlainModule):

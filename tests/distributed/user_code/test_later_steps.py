@@ -2,6 +2,8 @@
 
 import logging
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,6 +198,45 @@ def test_a_cadence_that_is_none_is_refused() -> None:
             Hybrid3DStrategy(verify=wrong)
 
 
+class ByHand(Stateful):
+    """Accumulates by hand, and has weights that no optimizer has, whose gradients add up."""
+
+    def __init__(self, *, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        if batch_idx % 2:
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.blocks.parameters(), lr=0.1)
+
+
+class ByNumber(Stateful):
+    """What its hooks do depends on the number of the batch."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        def run() -> Any:
+            loss = closure()
+            for parameter in self.parameters() if index == 2 else ():
+                parameter.grad = None
+            return loss
+
+        optimizer.step(closure=run)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start()
+        assert batch_idx == self.trainer.fit_loop.batch_idx
+
+
 class Unfreezing(Stateful):
     """Trains its embedding from the third step on, and not the head from the fourth."""
 
@@ -211,20 +252,35 @@ class Unfreezing(Stateful):
             self.net.head.requires_grad_(False)
 
 
-def _unfreeze(rank: int, world: int, layout: str) -> tuple[dict[str, str], str]:
+def _outcomes(rank: int, world: int, layout: str, name: str) -> tuple[dict[str, str], str]:
     strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify="every 1")
     torch.manual_seed(0)
     trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=5)
     try:
-        trainer.fit(Unfreezing(), torch.utils.data.DataLoader(token_pairs(), 4))  # type: ignore[arg-type]
+        trainer.fit(_MODULES[name](), torch.utils.data.DataLoader(token_pairs(), 4))  # type: ignore[arg-type]
     except VerificationError as error:
         return {}, str(error)
     return strategy.start.proof.outcomes, ""
 
 
-@pytest.mark.parametrize("layout", ["tp2", "zero3", "pp2_one_microbatch"])
-def test_parameters_that_are_frozen_or_not_since_are_so_on_one_process(layout: str) -> None:
-    found = run_ranks(_unfreeze, 2, layout, timeout=120)
+_MODULES: dict[str, Callable[[], Any]] = {
+    "unfreezes": Unfreezing,
+    "by number": ByNumber,
+    "by hand": partial(ByHand, automatic=False),
+    "no optimizer": partial(ByHand, automatic=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for name in _MODULES for layout in ("tp2", "zero3")),
+        ("unfreezes", "pp2_one_microbatch"),
+        ("no optimizer", "pp2_one_microbatch"),
+    ],
+)
+def test_one_process_begins_with_what_the_mesh_has_of_earlier_steps(name: str, layout: str) -> None:
+    found = run_ranks(_outcomes, 2, layout, name, timeout=120)
     assert [error for _, error in found] == ["", ""]
     outcomes = found[0][0]
     assert [outcomes[f"training step {step}"] for step in range(1, 5)] == ["equal"] * 4
