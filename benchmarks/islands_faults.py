@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from _learn import quiet
 from lightning.pytorch.callbacks import Callback
 
+from lightning_par.engine.data.islands.variables import ISLAND_VARIABLE, SERVER_VARIABLE
 from lightning_par.engine.data.islands.weights import load_weights, SharedWeights
 from lightning_par.models import GPTModule, TextDataModule
-from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE, SERVER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNT, KILLS, SERVER_KILLS = 4, 10, 5

@@ -1,25 +1,34 @@
 """Entry point of ``lightning-par``: Lightning's fit, validate, test, predict, and our commands."""
 
-# ruff: noqa: E402 - the imports are below what makes them quicker
-
-import gc
 import sys
 from pathlib import Path
-
-_collects = gc.isenabled()
-gc.disable()  # among the classes of Lightning and torch it finds nothing, and takes long
+from typing import Any, TYPE_CHECKING
 
 from lightning_par.checkpoint.progress import showing
-from lightning_par.commands import COMMANDS, find_command
-from lightning_par.commands.parallel_cli import make_cli, ParallelCLI
+from lightning_par.commands import (
+    COMMANDS,
+    find_command,
+    LIGHTNING_COMMANDS,
+    overview,
+    quick_imports,
+)
 from lightning_par.errors import CheckpointError, LightningParError
-from lightning_par.strategies.components.progress_bar import progress_of_command
+from lightning_par.observe.terminal_bar import progress_of_command
 from lightning_par.version import __version__
 
-if _collects:
-    gc.enable()
-
 __all__ = ["ParallelCLI", "main", "make_cli"]
+
+if TYPE_CHECKING:
+    from lightning_par.commands.parallel_cli import make_cli, ParallelCLI
+else:
+
+    def __getattr__(name: str) -> Any:
+        # Only fit and the like need the parser of Lightning; see Note [Late imports].
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lightning_par.commands import parallel_cli
+
+        return getattr(parallel_cli, name)
 
 
 def main() -> None:
@@ -28,22 +37,11 @@ def main() -> None:
     Raises:
         SystemExit: With status 2 if an argument is wrong, and 1 if the configuration cannot run.
     """
-    if not gc.get_freeze_count():  # in a script that calls this again, what is rubbish by then goes
-        gc.freeze()  # and else neither a later collection nor the end looks at all these classes
     here = str(Path.cwd())
     if here not in sys.path:  # the user's modules, as for a script that lies there
         sys.path.append(here)
     try:
-        # Before Lightning's parser is built, which does not know these and takes seconds.
-        if sys.argv[1:] and sys.argv[1] in COMMANDS:
-            with showing(progress_of_command):
-                sys.exit(find_command(sys.argv[1])(sys.argv[2:]))
-        if sys.argv[1:] == ["--version"]:
-            print(f"lightning-par {__version__}")
-            return
-        if sys.argv[1:2] == ["fit"] and any(a.split("=")[0] == "--islands" for a in sys.argv):
-            sys.exit(find_command("fit_islands")(sys.argv[2:]))
-        make_cli()
+        _run(sys.argv[1:])
     except (ValueError, CheckpointError) as error:
         # One line for a mistake in the configuration; a failure of the run keeps its traceback.
         own = _find_own_error(error)
@@ -51,6 +49,22 @@ def main() -> None:
             raise
         print(f"lightning-par: error: {own}", file=sys.stderr)
         sys.exit(1)
+
+
+def _run(words: list[str]) -> None:
+    if words and words[0] in COMMANDS:
+        with showing(progress_of_command):
+            sys.exit(find_command(words[0])(words[1:]))
+    if words == ["--version"]:
+        print(f"lightning-par {__version__}")
+    elif {"-h", "--help"} & {*words} and not LIGHTNING_COMMANDS.keys() & {*words}:
+        print(overview())
+    elif words[:1] == ["fit"] and any(word.split("=")[0] == "--islands" for word in words):
+        sys.exit(find_command("fit_islands")(words[1:]))
+    else:
+        with quick_imports():
+            from lightning_par.commands.parallel_cli import make_cli
+        make_cli()
 
 
 def _find_own_error(error: BaseException | None) -> LightningParError | None:

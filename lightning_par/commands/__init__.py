@@ -2,30 +2,43 @@
 
 The module of a command has a function of the same name. Its parameters are the options, with their
 types and defaults; its docstring is what ``--help`` says. It returns the exit status (None: 0). It
-may print, and imports Lightning only if it has to build a user's model.
+may print.
+
+Note [Late imports]: ``--help`` and a mistake in the options need the signature alone, which takes
+milliseconds to import; torch takes a second, and Lightning three. So the module of a command
+imports nothing of either: the function does, inside of `quick_imports`, and Lightning only if it
+has to build a user's model.
 """
 
 import argparse
+import gc
 import importlib
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import get_annotations, Parameter, signature  # `inspect` is a command
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, Literal, TYPE_CHECKING, Union
 
+import lightning_par
+
 if TYPE_CHECKING:
     from docstring_parser import Docstring
 
 __all__ = [
     "COMMANDS",
+    "ISLANDS_SUMMARY",
+    "LIGHTNING_COMMANDS",
     "FitArguments",
     "PathName",
     "fill",
     "find_command",
     "find_parser",
+    "overview",
+    "quick_imports",
     "takes_file",
 ]
 
@@ -49,6 +62,16 @@ COMMANDS: dict[str, str] = {
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""
 
+LIGHTNING_COMMANDS: dict[str, str] = {
+    "fit": "train a model",
+    "predict": "run a trained model on data, and keep what it predicts",
+    "test": "evaluate a model on the test data",
+    "validate": "evaluate a model on the validation data",
+}
+"""Name of a command that is a method of Lightning's Trainer -> what it does, in one line."""
+ISLANDS_SUMMARY = "train on several islands of this machine"
+"""What ``fit --islands`` does."""
+
 PathName = Annotated[str, "path"]
 """Type of an option that is the name of a file or folder; shells complete it."""
 FitArguments = Annotated[Sequence[str], "fit"]
@@ -57,6 +80,39 @@ FitArguments = Annotated[Sequence[str], "fit"]
 _METAVARS = {int: "N", float: "X", PathName: "PATH"}
 _MORE = "All other arguments are those of lightning-par fit, whose --help lists them."
 _WIDTH = 100
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Surrounds imports of torch or Lightning, which take two thirds of the time without the
+    garbage collector: among their classes it finds nothing. Neither a later collection nor the end
+    of the process looks at them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():  # in a process that has more to do, later garbage is freed
+            gc.freeze()
+        if collects:
+            gc.enable()
+
+
+def overview() -> str:
+    """Return what ``lightning-par --help`` prints: all commands, each in a line."""
+    rows = {**COMMANDS, **LIGHTNING_COMMANDS, "fit --islands": ISLANDS_SUMMARY}
+    width = max(map(len, rows))
+    about = (lightning_par.__doc__ or "").replace("``", "").strip()
+    return "\n".join(
+        [
+            "usage: lightning-par [--help | --version] COMMAND ...",
+            f"\n{fill(about)}\n",
+            "commands:",
+            *(f"  {name:{width}}  {does}" for name, does in sorted(rows.items())),
+            "\nlightning-par COMMAND --help lists the options of a command.",
+        ]
+    )
 
 
 def find_command(name: str) -> Callable[[list[str]], int]:

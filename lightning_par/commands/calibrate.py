@@ -4,18 +4,14 @@ import json
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TYPE_CHECKING
 
-import lightning.pytorch as pl
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
-from typing_extensions import override
-
-from lightning_par.commands import PathName
+from lightning_par.commands import PathName, quick_imports
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.constants import Constants
-from lightning_par.profiling.calibration import measure, Measures
+
+if TYPE_CHECKING:
+    from lightning_par.profiling.calibration import Measures
 
 __all__ = ["as_profile", "calibrate"]
 
@@ -49,6 +45,13 @@ def calibrate(
     """
     path = Path(out)
     content = _content(path)
+    with quick_imports():
+        import lightning.pytorch as pl
+        import torch
+        from torch.utils.data import DataLoader
+
+        from lightning_par.commands.prediction.measurement import Measurement
+
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=devices,
@@ -59,7 +62,7 @@ def calibrate(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = _Measurement(dtype, seconds)
+    module = Measurement(dtype, seconds)
     trainer.predict(module, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
     if trainer.is_global_zero:
         source = (
@@ -74,34 +77,8 @@ def calibrate(
         print(f"written: {path}; use it as --profile {path} --device {name}")
 
 
-class _Measurement(pl.LightningModule):
-    """Measures where a prediction would begin: the ranks and their group are there.
-
-    Args:
-        dtype: Of products and messages; "auto": bfloat16 on a GPU, float32 on a CPU.
-        round_seconds: Of a round of each measurement.
-    """
-
-    def __init__(self, dtype: str, round_seconds: float) -> None:
-        super().__init__()
-        self._asked, self._seconds = dtype, round_seconds
-
-    @override
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Measure; what is returned is not kept, but Lightning asks for something."""
-        device = self.trainer.strategy.root_device
-        self.kind = self._asked
-        if self.kind == "auto":
-            self.kind = "float32" if device.type == "cpu" else "bfloat16"
-        # A prediction runs without gradients; a training step, which is measured, needs them.
-        dtype, devices = getattr(torch, self.kind), self.trainer.num_devices
-        with torch.inference_mode(False), torch.enable_grad():
-            self.found = measure(device, dtype, devices, round_seconds=self._seconds)
-        return batch
-
-
 def as_profile(
-    name: str, found: Measures, *, local: int, source: str
+    name: str, found: "Measures", *, local: int, source: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entry of a device and those of its networks, as `load_profile` reads them.
 
@@ -175,7 +152,7 @@ def _content(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _report(found: Measures) -> str:
+def _report(found: "Measures") -> str:
     forward, backward = found.attention
     slowdown = ", ".join(f"{factor:.2f}" for factor in found.slowdown)
     rows = {

@@ -5,9 +5,13 @@ import importlib
 import inspect
 from typing import Literal
 
-from lightning.pytorch import Trainer
-
-from lightning_par.commands import COMMANDS, find_parser, takes_file
+from lightning_par.commands import (
+    COMMANDS,
+    find_parser,
+    LIGHTNING_COMMANDS,
+    quick_imports,
+    takes_file,
+)
 from lightning_par.errors import ConfigurationError
 from lightning_par.registration import STRATEGIES
 
@@ -40,11 +44,14 @@ def whole_parser() -> argparse.ArgumentParser:
     Of ``fit`` and the like, whose parser is Lightning's, it has the options of the Trainer and none
     below them: with those of every class that may be named, a script takes tens of megabytes.
     """
+    with quick_imports():
+        from lightning.pytorch import Trainer
+
     parser = argparse.ArgumentParser(prog="lightning-par")
     parser.add_argument("--version", action="store_true", help="print the version")
     found = parser.add_subparsers()
-    for name in ("fit", "validate", "test", "predict"):
-        command = found.add_parser(name, help=f"{name} of Lightning's Trainer")
+    for name, summary in LIGHTNING_COMMANDS.items():
+        command = found.add_parser(name, help=summary)
         for option in ("config", "ckpt_path"):
             takes_file(command.add_argument(f"--{option}"))
         for option in ("print_config", "seed_everything", "model", "data"):

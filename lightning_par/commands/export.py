@@ -4,11 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lightning_par.checkpoint.export import export_checkpoint, export_weights
-from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.commands import PathName
+from lightning_par.commands import PathName, quick_imports
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.huggingface import export_folder
 
 __all__ = ["export"]
 
@@ -42,6 +39,11 @@ def export(
     raise_problems(
         ConfigurationError, "LP905", list(_problems(path, is_folder, max_shard_gb, below, trust))
     )
+    with quick_imports():
+        from lightning_par.checkpoint.export import export_checkpoint, export_weights
+        from lightning_par.checkpoint.reader import CheckpointReader
+        from lightning_par.huggingface import export_folder
+
     reader = CheckpointReader(Path(ckpt))
     if is_folder:
         names = export_folder(reader, path, max_shard_bytes=int(max_shard_gb * 1e9))

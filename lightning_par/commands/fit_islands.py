@@ -13,13 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import torch
-
-from lightning_par.commands import FitArguments, PathName
-from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
-from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.commands import FitArguments, PathName, quick_imports
+from lightning_par.engine.data.islands.key import read_key
+from lightning_par.engine.data.islands.variables import (
+    ISLAND_VARIABLE,
+    KEY_VARIABLE,
+    SERVER_VARIABLE,
+)
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE, SERVER_VARIABLE
 
 __all__ = ["Islands", "fit_islands"]
 
@@ -53,6 +54,9 @@ def fit_islands(
     if restarts < 0:
         problems.append(f"--restarts={restarts} must be 0 or more.")
     raise_problems(ConfigurationError, "LP902", problems)
+    with quick_imports():
+        from lightning_par.engine.data.islands.server import IslandServer
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)
     server = IslandServer("127.0.0.1", 0, read_key(None, key), state=Path(state) if state else None)
@@ -154,6 +158,8 @@ def _share_of_machine(count: int) -> dict[str, str]:
 
 def _devices(island: int, count: int) -> dict[str, str]:
     """Return what gives an island its share of the CUDA devices, if there is one for each."""
+    import torch
+
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
     share = len(devices) // count

@@ -1,7 +1,7 @@
 """The command that predicts a configured layout."""
 
-from lightning_par.commands import FitArguments
-from lightning_par.commands.prediction.planned_run import Machine, PlannedRun
+from lightning_par.commands import FitArguments, quick_imports
+from lightning_par.commands.prediction.machine import Machine
 from lightning_par.planner.report import as_values, describe, format_table
 
 __all__ = ["forecast"]
@@ -20,6 +20,9 @@ def forecast(*, machine: Machine, fit: FitArguments) -> int:
     Raises:
         LightningParError: The configuration or the profile is invalid.
     """
+    with quick_imports():
+        from lightning_par.commands.prediction.planned_run import PlannedRun
+
     run = PlannedRun(machine, fit)
     found = run.planner.predict(run.layout())
     fits = found.memory.peak <= run.planner.limit

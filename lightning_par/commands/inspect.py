@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_par.checkpoint.index import TensorEntry
-from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.commands import PathName
+from lightning_par.commands import PathName, quick_imports
+
+if TYPE_CHECKING:
+    from lightning_par.checkpoint.index import TensorEntry
+    from lightning_par.checkpoint.reader import CheckpointReader
 
 __all__ = ["inspect"]
 
@@ -23,6 +26,9 @@ def inspect(checkpoint: PathName, *, tensors: bool = False, no_verify: bool = Fa
     Raises:
         CheckpointError: The manifest or the index is missing or damaged.
     """
+    with quick_imports():
+        from lightning_par.checkpoint.reader import CheckpointReader
+
     reader = CheckpointReader(Path(checkpoint))
     print(*_summary(reader), sep="\n")
     if tensors:
@@ -38,7 +44,7 @@ def inspect(checkpoint: PathName, *, tensors: bool = False, no_verify: bool = Fa
     return 1
 
 
-def _summary(reader: CheckpointReader) -> Iterator[str]:
+def _summary(reader: "CheckpointReader") -> Iterator[str]:
     manifest, index = reader.manifest, reader.index
     mesh_sizes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1)
     yield f"{reader.path}: step {manifest.step}, epoch {manifest.epoch}"
@@ -58,7 +64,7 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
         yield f"  {len(index.groups)} optimizers, {len(index.optimizer)} tensors of their states"
 
 
-def _tensors(entries: dict[str, TensorEntry]) -> Iterator[str]:
+def _tensors(entries: "dict[str, TensorEntry]") -> Iterator[str]:
     for name in sorted(entries):
         entry = entries[name]
         parts = f" in {len(entry.chunks)} parts" if len(entry.chunks) > 1 else ""

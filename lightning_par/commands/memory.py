@@ -1,10 +1,6 @@
 """The command that estimates memory."""
 
-import torch
-
-from lightning_par.commands import FitArguments, PathName
-from lightning_par.commands.run_config import configure
-from lightning_par.strategies.memory_estimate import memory_check
+from lightning_par.commands import FitArguments, PathName, quick_imports
 
 __all__ = ["memory"]
 
@@ -31,6 +27,12 @@ def memory(
     Raises:
         ConfigurationError: The strategy is not one of this package.
     """
+    with quick_imports():
+        import torch
+
+        from lightning_par.commands.run_config import configure
+        from lightning_par.strategies.memory_estimate import memory_check
+
     more = [f"--config={config}", *fit]
     if devices is not None:
         # The devices of another machine need not exist here: a Trainer on the CPU takes any number.

@@ -15,10 +15,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_par
 import lightning_par.strategies  # so that their classes are known by name alone
-from lightning_par.commands import COMMANDS
+from lightning_par.engine.data.islands.variables import ISLAND_VARIABLE
 from lightning_par.errors import ConfigurationError, nearest
 from lightning_par.strategies import MeshStrategy
-from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE
 
 __all__ = ["SETTINGS", "ParallelCLI", "make_cli"]
 
@@ -39,16 +38,6 @@ class _Parser(LightningArgumentParser):
 
     The base class lists every option first, which are some hundred lines here.
     """
-
-    def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Add the commands that this parser has not, a line each."""
-        text = super().format_help(*args, **kwargs)
-        if self.prog.split() != [_NAME] or not COMMANDS:
-            return text
-        more = {**COMMANDS, "fit --islands": "train on several islands of this machine"}
-        width = max(map(len, more))
-        lines = [f"  {name:{width}}  {what}" for name, what in sorted(more.items())]
-        return "\n".join([text.rstrip(), "", "More subcommands:", *lines, ""])
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:

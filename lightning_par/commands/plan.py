@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TYPE_CHECKING
 
-from lightning_par.commands import FitArguments
-from lightning_par.commands.run_config import configure, ConfiguredRun
-from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
-from lightning_par.inference.infer import describe_inferred, infer_plan
+from lightning_par.commands import FitArguments, quick_imports
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.setup.checks import check_module
+
+if TYPE_CHECKING:
+    from lightning_par.commands.run_config import ConfiguredRun
+    from lightning_par.engine.memory.placement import ParameterPlacement
 
 __all__ = ["plan"]
 
@@ -30,6 +31,9 @@ def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the o
     Raises:
         LightningParError: The model cannot be sharded over a mesh of these sizes.
     """
+    with quick_imports():
+        from lightning_par.commands.run_config import configure
+
     run = configure(fit, on_meta=True)
     strategy = run.strategy
     _infer(run)
@@ -41,8 +45,10 @@ def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the o
     print(*_format([_HEAD, *rows]), "", *_totals(placements, strategy.sizes), sep="\n")
 
 
-def _infer(run: ConfiguredRun) -> None:
+def _infer(run: "ConfiguredRun") -> None:
     """Build the model; print and take the inferred plan where the model declares none."""
+    from lightning_par.inference.infer import describe_inferred, infer_plan
+
     run.build_model()
     strategy, sizes = run.strategy, run.strategy.sizes
     if run.given_plan is not None or (sizes.tensor == 1 and sizes.pipeline == 1):
@@ -57,8 +63,11 @@ def _infer(run: ConfiguredRun) -> None:
     strategy.options = replace(strategy.options, plan=plan)
 
 
-def _place(run: ConfiguredRun) -> list[ParameterPlacement]:
+def _place(run: "ConfiguredRun") -> "list[ParameterPlacement]":
     """Return where every parameter would be, without creating a process group."""
+    from lightning_par.engine.memory.placement import find_placements
+    from lightning_par.strategies.setup.checks import check_module
+
     options, sizes = run.strategy.options, run.strategy.sizes
     return find_placements(
         run.model,
@@ -69,7 +78,7 @@ def _place(run: ConfiguredRun) -> list[ParameterPlacement]:
     )
 
 
-def _row(placement: ParameterPlacement, sizes: ParallelSizes) -> tuple[str, ...]:
+def _row(placement: "ParameterPlacement", sizes: ParallelSizes) -> tuple[str, ...]:
     shards = ", ".join(f"dim {cut.dim} by {cut.axis} {cut.parts}" for cut in placement.cuts)
     # Shards may be uneven: the fullest rank counts.
     most = max(placement.local_bytes(rank, sizes) for rank in range(sizes.world_size))
@@ -112,7 +121,7 @@ def _format(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _totals(placements: Sequence[ParameterPlacement], sizes: ParallelSizes) -> Iterator[str]:
+def _totals(placements: "Sequence[ParameterPlacement]", sizes: ParallelSizes) -> Iterator[str]:
     whole = sum(prod(p.shape) * p.dtype.itemsize for p in placements)
     for rank in range(sizes.world_size):
         held = sum(p.local_bytes(rank, sizes) for p in placements)

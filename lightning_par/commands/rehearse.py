@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from json import dumps
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-
-from lightning_par.commands import FitArguments, PathName
-from lightning_par.commands.run_config import configure, trainer_number
+from lightning_par.commands import FitArguments, PathName, quick_imports
 from lightning_par.errors import ConfigurationError
-from lightning_par.verification.absent_ranks import LoneEnvironment
-from lightning_par.verification.rehearse import distinct_ranks, Rehearsal, rehearse_apart
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import Callback
+
+    from lightning_par.verification.absent_ranks import LoneEnvironment
+    from lightning_par.verification.rehearse import Rehearsal
 
 __all__ = ["rehearse", "rehearse_config"]
 
@@ -52,6 +53,10 @@ def rehearse(
     Raises:
         LightningParError: What the real run would refuse at its start.
     """
+    with quick_imports():
+        from lightning_par.commands.run_config import configure, trainer_number
+        from lightning_par.verification.rehearse import distinct_ranks
+
     num_nodes = nodes or trainer_number(config, fit, "num_nodes") or 1
     number = devices or trainer_number(config, fit, "devices")
     if not isinstance(number, int) or number < 1:
@@ -77,7 +82,7 @@ def rehearse(
 
 def rehearse_config(
     arguments: Sequence[str], *, num_nodes: int, devices: int, rank: int
-) -> Rehearsal:
+) -> "Rehearsal":
     """Rehearse one rank of a configured run in a process of its own, which leaves nothing behind.
 
     Args:
@@ -89,6 +94,8 @@ def rehearse_config(
     Raises:
         LightningParError: What the real run would refuse at its start.
     """
+    from lightning_par.verification.rehearse import rehearse_apart
+
     make = partial(_make, tuple(arguments), num_nodes, devices)
     return rehearse_apart(make, num_nodes=num_nodes, devices=devices, rank=rank)
 
@@ -97,9 +104,11 @@ def _make(
     arguments: tuple[str, ...],
     num_nodes: int,
     devices: int,
-    observer: Callback,
-    environment: LoneEnvironment,
-) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    observer: "Callback",
+    environment: "LoneEnvironment",
+) -> "tuple[pl.Trainer, pl.LightningModule, Any]":
+    from lightning_par.commands.run_config import configure
+
     # This process is the rehearsal's own. The run's own warnings stay.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
@@ -128,7 +137,7 @@ def _overrides(num_nodes: int, devices: int) -> list[str]:
     ]
 
 
-def _describe(found: Rehearsal) -> Iterator[str]:
+def _describe(found: "Rehearsal") -> Iterator[str]:
     yield f"{found.place}: {found.parameters:,} parameters"
     yield f"  peak of a step {_size(found.peak)}, of the set-up {_size(found.setup_peak)}"
     for kind, size in sorted(found.memory.items(), key=lambda item: -item[1]):

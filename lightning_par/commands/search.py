@@ -2,18 +2,20 @@
 
 import math
 from pathlib import Path
+from typing import Any, TYPE_CHECKING
 
 import yaml
 
-from lightning_par.commands import FitArguments, PathName
-from lightning_par.commands.prediction.planned_run import Machine, PlannedRun
-from lightning_par.commands.prediction.trial import Trial, try_layouts
-from lightning_par.commands.run_config import read_settings
+from lightning_par.commands import FitArguments, PathName, quick_imports
+from lightning_par.commands.prediction.machine import Machine
 from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
 from lightning_par.planner.search import SearchResult
+
+if TYPE_CHECKING:
+    from lightning_par.commands.prediction.trial import Trial
 
 __all__ = ["search"]
 
@@ -46,16 +48,14 @@ def search(
     Raises:
         LightningParError: Nothing fits, or the configuration or the profile is invalid.
     """
+    with quick_imports():
+        from lightning_par.commands.prediction.planned_run import PlannedRun
+        from lightning_par.commands.prediction.trial import try_layouts
+
     run = PlannedRun(machine, fit, as_configured=True)
     nodes, devices = run.nodes, run.devices
     _check_tries(try_, try_seconds, nodes)
-    given = read_settings(machine.config)
-    if given.get("data", {}) is None:
-        raise ConfigurationError(
-            "LP905",
-            "data: null leaves the samples of a batch to the model, and a layout sets them: move "
-            "the loader into a data module whose constructor takes batch_size.",
-        )
+    given = _read(machine.config)
     space = LayoutSpace(
         devices=nodes * devices,
         node=devices,
@@ -65,7 +65,8 @@ def search(
         accepts=run.accepts,
     )
     result = run.planner.search(space, keep=max(keep, try_))
-    chosen, trials, kind = result.best[0], list[Trial](), run.planner.device.accelerator
+    trials: list[Trial] = []
+    chosen, kind = result.best[0], run.planner.device.accelerator
     if try_:
         layouts = [one.layout for one in result.best[:try_]]
         trials = try_layouts(
@@ -83,6 +84,24 @@ def search(
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
+
+
+def _read(config: str) -> dict[str, Any]:
+    """Return what the configuration says.
+
+    Raises:
+        ConfigurationError: It leaves the data to the model.
+    """
+    from lightning_par.commands.run_config import read_settings
+
+    given = read_settings(config)
+    if given.get("data", {}) is None:
+        raise ConfigurationError(
+            "LP905",
+            "data: null leaves the samples of a batch to the model, and a layout sets them: move "
+            "the loader into a data module whose constructor takes batch_size.",
+        )
+    return given
 
 
 def _report(result: SearchResult) -> str:
@@ -113,7 +132,7 @@ def _check_tries(tries: int, seconds: float, nodes: int) -> None:
         )
 
 
-def _fastest(trials: list[Trial], tries: int) -> int:
+def _fastest(trials: "list[Trial]", tries: int) -> int:
     """Return the index of the fastest trial.
 
     Raises:
@@ -125,11 +144,11 @@ def _fastest(trials: list[Trial], tries: int) -> int:
     return trials.index(min(trials, key=_seconds))
 
 
-def _seconds(trial: Trial) -> float:
+def _seconds(trial: "Trial") -> float:
     return math.inf if trial.seconds is None else trial.seconds
 
 
-def _tried(result: SearchResult, trials: list[Trial]) -> str:
+def _tried(result: SearchResult, trials: "list[Trial]") -> str:
     """Return a line for every layout that was tried, the fastest first."""
     lines = ["\ntried on this machine, median step, s:"]
     for trial, one in sorted(zip(trials, result.best, strict=False), key=lambda t: _seconds(t[0])):
@@ -141,7 +160,7 @@ def _tried(result: SearchResult, trials: list[Trial]) -> str:
     return "\n".join(lines)
 
 
-def _values(result: SearchResult, trials: list[Trial]) -> dict[str, object]:
+def _values(result: SearchResult, trials: "list[Trial]") -> dict[str, object]:
     return {
         "considered": result.considered,
         "fitting": result.fitting,

@@ -7,9 +7,9 @@ import ssl
 import threading
 from pathlib import Path
 
-from lightning_par.commands import PathName
-from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
-from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.commands import PathName, quick_imports
+from lightning_par.engine.data.islands.key import read_key
+from lightning_par.engine.data.islands.variables import KEY_VARIABLE
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["serve"]
@@ -40,6 +40,9 @@ def serve(
         ConfigurationError: There is no key, or the address or the certificate is of no use.
     """
     key = read_key(key_file, os.environ.get(KEY_VARIABLE))
+    with quick_imports():
+        from lightning_par.engine.data.islands.server import IslandServer
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
     try:

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lightning_par.commands import PathName
+from lightning_par.commands import PathName, quick_imports
 from lightning_par.errors import ConfigurationError
-from lightning_par.models.data.token_windows import write_token_file
-from lightning_par.models.data.tokenizers import encode_files, find_files, load_tokenizer
 
 __all__ = ["tokenize"]
 
@@ -31,6 +29,10 @@ def tokenize(
         key: Of the text in each line of a *.jsonl file
         end: Token that ends every document; otherwise a newline ends a file, and nothing a line
     """
+    with quick_imports():
+        from lightning_par.models.data.token_windows import write_token_file
+        from lightning_par.models.data.tokenizers import encode_files, find_files, load_tokenizer
+
     encoder, files = load_tokenizer(tokenizer), find_files(paths)
     size = max(encoder.vocab_size, 0 if end is None else end + 1)
     with tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True) as bar:

@@ -1,13 +1,13 @@
 """The command that compares a mesh with one process."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from lightning_par.commands import FitArguments
-from lightning_par.commands.run_config import configure
+from lightning_par.commands import FitArguments, quick_imports
 from lightning_par.errors import ConfigurationError
-from lightning_par.inference.lookup import find_plan
-from lightning_par.verification.run_trace import Subject
-from lightning_par.verification.verify import check_batches, shrink, verify_subject
+
+if TYPE_CHECKING:
+    from lightning_par.verification.run_trace import Subject
 
 __all__ = ["verify"]
 
@@ -30,6 +30,10 @@ def verify(*, steps: int = 3, timeout: float = 300.0, fit: FitArguments) -> int:
     """
     if steps < 1:
         raise ConfigurationError("LP902", f"--steps {steps} must be 1 or more.")
+    with quick_imports():
+        from lightning_par.inference.lookup import find_plan
+        from lightning_par.verification.verify import check_batches, shrink, verify_subject
+
     make = partial(_make, tuple(fit), steps)
     subject = make()
     asked = subject.strategy.sizes
@@ -43,7 +47,10 @@ def verify(*, steps: int = 3, timeout: float = 300.0, fit: FitArguments) -> int:
     return 0 if report.equal else 1
 
 
-def _make(arguments: tuple[str, ...], steps: int) -> Subject:
+def _make(arguments: tuple[str, ...], steps: int) -> "Subject":
     """Build module, batches and strategy; every process of the verification calls it."""
+    from lightning_par.commands.run_config import configure
+    from lightning_par.verification.run_trace import Subject
+
     run = configure(arguments, on_meta=False)
     return Subject(module=run.model, batches=run.first_batches(steps), strategy=run.strategy)

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_par.commands import PathName
 from lightning_par.commands.prediction.layout_picture import draw_candidate
+from lightning_par.commands.prediction.machine import Machine
 from lightning_par.commands.run_config import configure, trainer_number
 from lightning_par.engine.batch import find_batch_dims
 from lightning_par.errors import ConfigurationError, LightningParError
@@ -26,37 +26,10 @@ from lightning_par.profiling.picture_file import check_picture_path
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.setup.checks import check_module
 
-__all__ = ["Machine", "PlannedRun"]
+__all__ = ["PlannedRun"]
 
 _DEVICE, _DEVICES = "h100", 8
 """Device, and devices of a node, of a machine of which nothing is said."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The options of commands that predict: what runs on what, and how to show it.
-
-    Attributes:
-        config: Configuration file of the run, as for fit.
-        device: Name of a device profile (default: h100).
-        profile: A file of your own with device profiles, as calibrate writes it.
-        nodes: Number of nodes; default: as configured.
-        devices: Devices of each node; default: as configured, else 8.
-        length: Tokens of a sequence; default: of the data.
-        samples: Samples of a step, all replicas; default: of the data.
-        picture: Draw the pipeline, time and memory to this .png, .svg or .pdf.
-        json: Print JSON, for programs.
-    """
-
-    config: PathName
-    device: str | None = None
-    profile: PathName | None = None
-    nodes: int | None = None
-    devices: int | None = None
-    length: int | None = None
-    samples: int | None = None
-    picture: PathName | None = None
-    json: bool = False
 
 
 class PlannedRun:

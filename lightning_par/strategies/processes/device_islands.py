@@ -25,15 +25,11 @@ from typing_extensions import override
 
 from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.engine.data.islands.variables import ISLAND_VARIABLE, SERVER_VARIABLE
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.hosts import number_of, with_ranks
-from lightning_par.strategies.processes.island_place import (
-    find_island,
-    find_place,
-    ISLAND_VARIABLE,
-    SERVER_VARIABLE,
-)
+from lightning_par.strategies.processes.island_place import find_island, find_place
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 

@@ -5,13 +5,16 @@ import re
 import secrets
 
 from lightning_par.engine.data.islands.client import Place
-from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
+from lightning_par.engine.data.islands.key import read_key
 from lightning_par.engine.data.islands.options import Outer
+from lightning_par.engine.data.islands.variables import (
+    ISLAND_VARIABLE,
+    KEY_VARIABLE,
+    SERVER_VARIABLE,
+)
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["ISLAND_VARIABLE", "SERVER_VARIABLE", "find_island", "find_place"]
-
-ISLAND_VARIABLE, SERVER_VARIABLE = "LIGHTNING_PAR_ISLAND", "LIGHTNING_PAR_SERVER"
+__all__ = ["find_island", "find_place"]
 
 
 def find_island(outer: Outer | None) -> tuple[int, int]:

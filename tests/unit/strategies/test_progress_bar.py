@@ -11,6 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.checkpoint.progress import advance, counted, showing
+from lightning_par.observe import terminal_bar
 from lightning_par.strategies.components import progress_bar
 from lightning_par.strategies.components.progress_bar import progress_of
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
@@ -34,9 +35,9 @@ def test_bar_has_bytes_and_rate_on_a_terminal_if_work_takes_long(
     stderr: Any, delay: float, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress_bar, "_DELAY", delay)
+    monkeypatch.setattr(terminal_bar, "DELAY", delay)
     threads = threading.enumerate()
-    with showing(progress_bar.progress_bar):
+    with showing(terminal_bar.progress_bar):
         move("saving")
         heard = threading.Thread(target=move, args=("in the background",))
         heard.start()
@@ -52,7 +53,7 @@ def test_bar_has_bytes_and_rate_on_a_terminal_if_work_takes_long(
 def test_pieces_are_shown_before_the_first_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with showing(progress_bar.progress_bar):
+    with showing(terminal_bar.progress_bar):
         with counted("steps", "verifying", 3):
             assert "verifying:   0%" in stderr.getvalue()
             assert "0/3" in stderr.getvalue()
@@ -67,9 +68,9 @@ def test_command_writes_lines_where_there_is_no_terminal(
 ) -> None:
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(progress_bar, "_LINES", period)
-    monkeypatch.setattr(progress_bar, "_DELAY", period)
-    with showing(progress_bar.progress_of_command):
+    monkeypatch.setattr(terminal_bar, "_LINES", period)
+    monkeypatch.setattr(terminal_bar, "DELAY", period)
+    with showing(terminal_bar.progress_of_command):
         with counted("steps", "training", 3):
             assert stderr.getvalue() == "training: 0 of 3 steps\n"
             advance("steps")
@@ -86,7 +87,7 @@ def test_command_writes_lines_where_there_is_no_terminal(
 def test_command_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with showing(progress_bar.progress_of_command), counted("steps", "training", 3):
+    with showing(terminal_bar.progress_of_command), counted("steps", "training", 3):
         assert "training:   0%" in stderr.getvalue()
 
 
@@ -116,7 +117,7 @@ class Saves(Callback):
 def test_bar_is_one_of_the_rich_bars_while_these_are_drawn(
     delay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_bar, "_DELAY", delay)
+    monkeypatch.setattr(progress_bar, "DELAY", delay)
     saves = Saves(delay)
     text = io.StringIO()
     rich = RichProgressBar(console_kwargs={"file": text, "force_terminal": True, "width": 120})

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
+from lightning_par.engine.data.islands.variables import KEY_VARIABLE
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["KEY_VARIABLE", "read_key"]
+__all__ = ["read_key"]
 
-KEY_VARIABLE = "LIGHTNING_PAR_KEY"
-"""Variable of the environment that holds the key where no file does."""
 _SHORTEST = 16
 
 
