@@ -35,9 +35,8 @@ def memory(
 
     more = [f"--config={config}", *fit]
     if devices is not None:
-        # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
-        more += ["--trainer.accelerator=cpu", f"--trainer.devices={devices}"]
-    run = configure(more, on_meta=False)
+        more.append(f"--trainer.devices={devices}")
+    run = configure(more, on_meta=False, on_cpu=True)
     strategy, module = run.strategy, run.model
     # The model may be larger than this machine.
     with torch.device("meta"):

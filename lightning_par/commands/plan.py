@@ -34,7 +34,7 @@ def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the o
     with quick_imports():
         from lightning_par.commands.run_config import configure
 
-    run = configure(fit, on_meta=True)
+    run = configure(fit, on_meta=True, on_cpu=True)
     strategy = run.strategy
     _infer(run)
     placements = _place(run)

@@ -1,13 +1,14 @@
 """Model, data and Trainer of a ``lightning-par fit`` command line, built but not started."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
@@ -28,13 +29,19 @@ class ConfiguredRun(ParallelCLI):
     Args:
         arguments: What follows ``lightning-par fit``.
         on_meta: See `configure`.
+        on_cpu: See `configure`.
         plugins: More plugins of the Trainer.
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, on_meta: bool, plugins: Sequence[Any] = ()
+        self,
+        arguments: Sequence[str],
+        *,
+        on_meta: bool,
+        on_cpu: bool = False,
+        plugins: Sequence[Any] = (),
     ) -> None:
-        self._on_meta = on_meta
+        self._on_meta, self._on_cpu = on_meta, on_cpu
         self._plugins = {"plugins": [*plugins]} if plugins else {}
         super().__init__(**SETTINGS, save_config_callback=None, args=["fit", *arguments])
 
@@ -52,6 +59,8 @@ class ConfiguredRun(ParallelCLI):
 
     @override
     def instantiate_trainer(self, **options: Any) -> pl.Trainer:
+        if self._on_cpu:
+            options |= _place_on_cpu(self.config["fit"]["trainer"])
         return super().instantiate_trainer(**self._plugins, **options)
 
     @property
@@ -99,21 +108,42 @@ class ConfiguredRun(ParallelCLI):
 
 
 def configure(
-    arguments: Sequence[str], *, on_meta: bool, plugins: Sequence[Any] = ()
+    arguments: Sequence[str],
+    *,
+    on_meta: bool,
+    on_cpu: bool = False,
+    plugins: Sequence[Any] = (),
 ) -> ConfiguredRun:
     """Build the model, data and Trainer that ``lightning-par fit`` would run.
 
     Args:
         arguments: What follows ``lightning-par fit``.
         on_meta: Whether parameters are created on the meta device, without memory.
+        on_cpu: Whether the Trainer is one for the CPU, if the number of devices is configured: on
+            the CPU there may be any number, and devices of another machine need not exist here.
         plugins: More plugins of the Trainer.
 
     Raises:
-        ConfigurationError: The Trainer's strategy is not one of this package.
+        ConfigurationError: The Trainer's strategy is not one of this package; or it is for devices
+            that this machine lacks, and nothing says how many.
     """
-    run = ConfiguredRun(arguments, on_meta=on_meta, plugins=plugins)
+    run = ConfiguredRun(arguments, on_meta=on_meta, on_cpu=on_cpu, plugins=plugins)
     _ = run.strategy  # raises where it is another's
     return run
+
+
+def _place_on_cpu(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the Trainer that replace its devices by as many CPUs."""
+    accelerator, number = trainer["accelerator"], _count(trainer["devices"])
+    if isinstance(number, int) and number > 0:  # -1 stands for all that are here
+        return {"accelerator": "cpu", "devices": number}
+    if accelerator not in ("auto", "cpu") and not torch.accelerator.is_available():
+        raise ConfigurationError(
+            "LP905",
+            f"trainer.devices={number!r} is no number of devices, and this machine has none for "
+            f"trainer.accelerator={accelerator!r}; say how many, as by --trainer.devices=8.",
+        )
+    return {}
 
 
 def trainer_number(config: str, arguments: Sequence[str], name: str) -> Any:
@@ -132,9 +162,14 @@ def trainer_number(config: str, arguments: Sequence[str], name: str) -> Any:
     given = parser.parse_known_args(arguments)[0].value
     if given is None:
         given = (read_settings(config).get("trainer") or {}).get(name)
-    if isinstance(given, list):
-        return len(given)
-    return int(given) if isinstance(given, str) and given.isdecimal() else given
+    return _count(given)
+
+
+def _count(devices: Any) -> Any:
+    """Return the length of a list of devices, the number of a text, and all else as it is."""
+    if isinstance(devices, list):
+        return len(devices)
+    return int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
 
 
 def _from_yaml(text: str) -> Any:

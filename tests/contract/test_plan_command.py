@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_par import cli
@@ -38,11 +39,14 @@ data: null
 """
 
 
-def plan(tmp_path: Path, monkeypatch: Any, capsys: Any, *words: str, yaml: str = YAML) -> Any:
-    """Run the command; give its status and what it said."""
+def command(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, name: str, *words: str, yaml: str
+) -> Any:
+    """Run a command on a configuration; give its status and what it said."""
     (tmp_path / "my.yaml").write_text(yaml)
-    command = ["lightning-par", "plan", f"--config={tmp_path / 'my.yaml'}", *words]
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(
+        sys, "argv", ["lightning-par", name, f"--config={tmp_path / 'my.yaml'}", *words]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     said = capsys.readouterr()
@@ -59,7 +63,7 @@ def test_table_names_the_place_of_every_parameter(
     on_meta: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     before, yaml = dist.is_initialized(), YAML.replace("ON_META", on_meta)
-    status, out, err = plan(tmp_path, monkeypatch, capsys, yaml=yaml)
+    status, out, err = command(tmp_path, monkeypatch, capsys, "plan", yaml=yaml)
     assert status == 0, err
     assert "HFModule on pp 2 x dp_shard 2 x tp 2, zero_stage 3" in out
     # 37 rows: 19 of them on tp rank 0, 10 of those on the first replica; 24 columns, 4 bytes.
@@ -75,7 +79,7 @@ def test_table_names_the_place_of_every_parameter(
     norm = row(out, "model.model.layers.2.input_layernorm.weight")
     assert "dim 0 by dp_shard 2 | 48 | sequence_parallel: computed on each rank's tokens" in norm
     assert len(re.findall(r"^rank \d \(pp \d, dp_shard \d, tp \d\): [\d,]+ bytes", out, re.M)) == 8
-    _, every, _ = plan(tmp_path, monkeypatch, capsys, "--all", yaml=yaml)
+    _, every, _ = command(tmp_path, monkeypatch, capsys, "plan", "--all", yaml=yaml)
     named = dict(FAMILIES["llama tied"]().named_parameters())
     assert {f"model.{name}" for name in named} <= {
         line.split(" ")[0] for line in every.splitlines()
@@ -85,10 +89,36 @@ def test_table_names_the_place_of_every_parameter(
 
 def test_what_cannot_be_is_one_error(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     yaml = YAML.replace("ON_META", "false").replace("llama tied", "mixtral aux")
-    status, _, err = plan(tmp_path, monkeypatch, capsys, yaml=yaml)
+    status, _, err = command(tmp_path, monkeypatch, capsys, "plan", yaml=yaml)
     assert status == 1
     assert "MixtralForCausalLM adds an auxiliary loss of its routers" in err
     auto = "--trainer.strategy=auto"
-    status, _, err = plan(tmp_path, monkeypatch, capsys, auto, yaml=yaml)
+    status, _, err = command(tmp_path, monkeypatch, capsys, "plan", auto, yaml=yaml)
     assert status == 1
     assert "trainer.strategy is a SingleDeviceStrategy" in err or "DDPStrategy" in err
+
+
+GPUS = YAML.replace("accelerator: cpu", "accelerator: gpu").replace("ON_META", "true")
+
+
+@pytest.mark.parametrize(("name", "said"), [("plan", "zero_stage 3"), ("memory", "gathered")])
+def test_configuration_for_gpus_needs_none(
+    name: str, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    run = command(tmp_path, monkeypatch, capsys, name, yaml=GPUS)
+    assert (run[0], "HFModule" in run[1], said in run[1]) == (0, True, True), run[2]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without GPUs")
+def test_devices_that_are_absent_and_not_counted_are_named(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    yaml = GPUS.replace("devices: 8", "devices: -1")
+    status, _, err = command(tmp_path, monkeypatch, capsys, "plan", yaml=yaml)
+    assert status == 1
+    assert "trainer.devices=-1 is no number of devices" in err
+    assert "trainer.accelerator='gpu'; say how many, as by --trainer.devices=8." in err
+    status, out, err = command(
+        tmp_path, monkeypatch, capsys, "plan", "--trainer.devices=8", yaml=yaml
+    )
+    assert (status, "HFModule on pp 2 x dp_shard 2 x tp 2" in out) == (0, True), err
