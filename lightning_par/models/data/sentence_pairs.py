@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from lightning_par.models.bert.masking import IGNORED
 from lightning_par.models.data.text_data_module import TextDataModule
@@ -164,14 +165,8 @@ class SentenceDataModule(TextDataModule):
         """V: tokens are 0 .. V - 1, special ones included."""
         return self.tokenizer.vocab_size + len(_SPECIAL)
 
-    def setup(self, stage: str) -> None:
-        """Read, pack and split the prose; at the first call only.
-
-        Args:
-            stage: Not used: all splits are made at once.
-        """
-        if self._splits:
-            return
+    @override
+    def _split(self) -> None:
         files = find_files(self.paths) if self.paths else standard_library_files()
         pairs = list(self._pack(files, self.tokenizer))
         ranges = split_ranges(

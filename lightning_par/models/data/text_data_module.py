@@ -168,13 +168,30 @@ class TextDataModule(L.LightningDataModule):
         return self._corpora[0].vocab_size
 
     def setup(self, stage: str) -> None:
-        """Read and split the corpora; at the first call only.
+        """Read and split the corpora at the first call; of each call, check that fit can begin.
 
         Args:
-            stage: Not used: all splits are made at once.
+            stage: "fit", or any other; all splits are made at once.
+
+        Raises:
+            ConfigurationError: The training split has not one batch for every replica.
         """
-        if self._splits:  # the Trainer calls it for every stage
+        if not self._splits:  # the Trainer calls it for every stage
+            self._split()
+        if stage != "fit":
             return
+        # Here, as the model is set up after it, which takes long.
+        sampler = self._sampler("train", shuffle=self.shuffle, drop_last=True)
+        if sampler.num_samples < self.batch_size:
+            raise ConfigurationError(
+                "LP911",
+                f"the training split has {len(self._splits['train'])} samples of {self.max_length} "
+                f"tokens, too few for batch_size={self.batch_size} on {sampler.num_replicas} "
+                "replicas; use more text, or a smaller batch_size or length.",
+            )
+
+    def _split(self) -> None:
+        """Fill `_splits`."""
         parts: dict[Split, list[Any]] = {"train": [], "val": [], "test": []}
         for corpus in self._corpora:
             ranges = split_ranges(
@@ -193,23 +210,11 @@ class TextDataModule(L.LightningDataModule):
             self._splits[name] = held[0] if len(held) == 1 else BlendedCorpora(held, weights)
 
     def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
-        """Return the loader of this replica's training batches, without a last incomplete one.
-
-        Raises:
-            ConfigurationError: The split has not one batch for every replica.
-        """
-        sampler = self._sampler("train", shuffle=self.shuffle, drop_last=True)
-        if sampler.num_samples < self.batch_size:
-            raise ConfigurationError(
-                "LP911",
-                f"the training split has {len(self._splits['train'])} samples of {self.max_length} "
-                f"tokens, too few for batch_size={self.batch_size} on {sampler.num_replicas} "
-                "replicas; use more text, or a smaller batch_size or length.",
-            )
+        """Return the loader of this replica's training batches, without a last incomplete one."""
         loader: ResumableLoader[dict[str, Tensor]] = ResumableLoader(
             self._splits["train"],
             batch_size=self.batch_size,
-            sampler=sampler,
+            sampler=self._sampler("train", shuffle=self.shuffle, drop_last=True),
             drop_last=True,
             num_workers=self.num_workers,
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.models import TextDataModule, write_token_file
+from lightning_par.models import GPTModule, TextDataModule, write_token_file
 from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
 from lightning_par.models.data.token_windows import (
     PADDING,
@@ -22,6 +22,7 @@ from lightning_par.models.data.tokenizers import (
     load_tokenizer,
     standard_library_files,
 )
+from tests.support.parity import quiet_trainer
 
 
 def dataset(tokens: int = 101, length: int = 5) -> WindowDataset:
@@ -285,3 +286,12 @@ def test_split_without_a_sample_is_refused(tmp_path: Path):
     data.setup("validate")
     with pytest.raises(ConfigurationError, match="val split has no sample of 1000 tokens"):
         data.val_dataloader()
+
+
+def test_too_few_samples_are_refused_before_the_model_is_built(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a" * 6400)
+    data, module = TextDataModule([str(tmp_path / "a.txt")], length=1000), GPTModule()
+    with pytest.raises(ConfigurationError, match="samples of 1000 tokens, too few for"):
+        quiet_trainer(max_steps=1).fit(module, data)
+    assert not hasattr(module, "model")
+    data.setup("test")  # which needs no training samples
