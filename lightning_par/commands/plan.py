@@ -38,7 +38,7 @@ def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the o
     strategy = run.strategy
     _infer(run)
     placements = _place(run)
-    rows = [_row(p, strategy.sizes) for p in placements]
+    rows = [_row(p) for p in placements]
     rows = rows if all else _merge_blocks(rows)
     stage = strategy.options.zero_stage
     print(f"{type(run.model).__name__} on {strategy.sizes}, zero_stage {stage}\n")
@@ -78,17 +78,15 @@ def _place(run: "ConfiguredRun") -> "list[ParameterPlacement]":
     )
 
 
-def _row(placement: "ParameterPlacement", sizes: ParallelSizes) -> tuple[str, ...]:
+def _row(placement: "ParameterPlacement") -> tuple[str, ...]:
     shards = ", ".join(f"dim {cut.dim} by {cut.axis} {cut.parts}" for cut in placement.cuts)
-    # Shards may be uneven: the fullest rank counts.
-    most = max(placement.local_bytes(rank, sizes) for rank in range(sizes.world_size))
     ties = f" = {', '.join(placement.ties)}" if placement.ties else ""
     return (
         placement.name + ties,
         str(list(placement.shape)),
         ", ".join(map(str, placement.stages)),
         shards or "whole",
-        f"{most:,}",
+        f"{placement.most_bytes:,}",  # shards may be uneven: the fullest rank counts
         placement.reason,
     )
 
@@ -122,7 +120,10 @@ def _format(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _totals(placements: "Sequence[ParameterPlacement]", sizes: ParallelSizes) -> Iterator[str]:
+    from lightning_par.engine.memory.placement import count_rank_kinds
+
     whole = sum(prod(p.shape) * p.dtype.itemsize for p in placements)
-    for rank in range(sizes.world_size):
-        held = sum(p.local_bytes(rank, sizes) for p in placements)
-        yield f"{sizes.describe(rank)}: {held:,} bytes of weights, {held / whole:.1%} of the model"
+    for kind in count_rank_kinds(placements, sizes):
+        alike = f"{kind.count:,} ranks as " if kind.count > 1 else ""
+        share = f"{kind.size:,} bytes of weights, {kind.size / whole:.1%} of the model"
+        yield f"{alike}{sizes.describe(kind.first)}: {share}"

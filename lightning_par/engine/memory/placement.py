@@ -1,7 +1,8 @@
 """Which part of every parameter each rank holds, computed before any process starts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -14,9 +15,9 @@ from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
-from lightning_par.sizes import EXPERT_AXES, ParallelSizes
+from lightning_par.sizes import AXES, EXPERT_AXES, ParallelSizes
 
-__all__ = ["Cut", "ParameterPlacement", "find_placements"]
+__all__ = ["Cut", "ParameterPlacement", "RankKind", "count_rank_kinds", "find_placements"]
 
 _GATHERED = ("dp_shard", "expert_shard")
 
@@ -34,6 +35,10 @@ class Cut:
     axis: str
     dim: int
     parts: int
+
+
+_Sharding = tuple[tuple[int, ...], torch.dtype, tuple[Cut, ...]]
+"""Shape, dtype and cuts of a parameter: equal ones take as many bytes on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +75,76 @@ class ParameterPlacement:
             sizes: Sizes of the mesh.
             gathered: Give the shape in the forward, where FSDP has gathered its shards.
         """
-        # Axes of experts are carved out of the same ranks.
-        place = {**_expert_place(rank, sizes), **sizes.coordinates(rank)}
+        place = _place(rank, sizes)
         if place["pp"] not in self.pipeline_ranks:
             return None
         used = [cut for cut in self.cuts if not (gathered and cut.axis in _GATHERED)]
-        cuts = [(cut.dim, cut.parts, place[cut.axis]) for cut in used]
-        # In the order of the cuts: tensor parallelism first, then what FSDP divides of its shard.
-        return cut_box(self.name, self.shape, cuts).shape
+        return _shard(self.shape, used, place)
 
-    def local_bytes(self, rank: int, sizes: ParallelSizes) -> int:
-        """Return the bytes of a rank's shard between two steps."""
-        shape = self.local_shape(rank, sizes)
-        return 0 if shape is None else prod(shape) * self.dtype.itemsize
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest shard between two steps, which is the first one."""
+        first = dict.fromkeys((*AXES, *EXPERT_AXES), 0)
+        return prod(_shard(self.shape, self.cuts, first)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankKind:
+    """Ranks on the same place of the ``pp`` axis that hold as many bytes between two steps.
+
+    Attributes:
+        first: The lowest global rank of them.
+        count: Number of ranks.
+        size: Bytes of weights that each of them holds.
+    """
+
+    first: int
+    count: int
+    size: int
+
+
+def count_rank_kinds(
+    placements: Sequence[ParameterPlacement], sizes: ParallelSizes
+) -> list[RankKind]:
+    """Return the kinds of ranks, those of the first pipeline rank first.
+
+    Stages of equal parameters are counted once: thousands of ranks take seconds.
+
+    Args:
+        placements: Of every parameter of the model.
+        sizes: Sizes of the mesh.
+    """
+    per_stage = sizes.world_size // sizes.pipeline
+    known: dict[frozenset[tuple[_Sharding, int]], list[RankKind]] = {}
+    found = []
+    for stage in range(sizes.pipeline):
+        held = [p for p in placements if stage in p.pipeline_ranks]
+        alike = Counter((p.shape, p.dtype, p.cuts) for p in held)
+        key = frozenset(alike.items())
+        if key not in known:
+            known[key] = _kinds_of_stage(alike, range(per_stage), sizes)
+        found += [replace(kind, first=kind.first + stage * per_stage) for kind in known[key]]
+    return found
+
+
+def _kinds_of_stage(
+    alike: Mapping[_Sharding, int], ranks: Iterable[int], sizes: ParallelSizes
+) -> list[RankKind]:
+    first: dict[int, int] = {}
+    counts = Counter[int]()
+    for rank in ranks:
+        place = _place(rank, sizes)
+        size = sum(
+            count * prod(_shard(shape, cuts, place)) * dtype.itemsize
+            for (shape, dtype, cuts), count in alike.items()
+        )
+        first.setdefault(size, rank)
+        counts[size] += 1
+    return [RankKind(first=rank, count=counts[size], size=size) for size, rank in first.items()]
+
+
+def _shard(shape: Sequence[int], cuts: Iterable[Cut], place: Mapping[str, int]) -> tuple[int, ...]:
+    return cut_box("", shape, [(cut.dim, cut.parts, place[cut.axis]) for cut in cuts]).shape
 
 
 def find_placements(
@@ -153,11 +215,11 @@ def _cuts(
     return tensor
 
 
-def _expert_place(rank: int, sizes: ParallelSizes) -> dict[str, int]:
-    place = {}
-    # The innermost axis varies fastest.
+def _place(rank: int, sizes: ParallelSizes) -> dict[str, int]:
+    """Return the index of a rank on every axis, also on those that experts see."""
+    place, left = sizes.coordinates(rank), rank
     for axis, size in reversed(list(zip(EXPERT_AXES, sizes.expert_shape, strict=True))):
-        rank, place[axis] = divmod(rank, size)
+        left, place[axis] = divmod(left, size)
     return place
 
 
