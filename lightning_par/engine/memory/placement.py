@@ -79,6 +79,7 @@ class ParameterPlacement:
         if place["pp"] not in self.pipeline_ranks:
             return None
         used = [cut for cut in self.cuts if not (gathered and cut.axis in _GATHERED)]
+        # In the order of the cuts: tensor parallelism first, then what FSDP divides of its shard.
         return _shard(self.shape, used, place)
 
     @property
