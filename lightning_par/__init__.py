@@ -29,6 +29,7 @@ __all__ = [
     "attention",
     "check_plan",
     "infer_plan",
+    "linear_cross_entropy",
     "load_from_checkpoint",
     "memory_estimate",
     "verify",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression
     from lightning_par.engine.data.islands.options import Outer
+    from lightning_par.engine.tensor.chunked_logits import linear_cross_entropy
     from lightning_par.errors import LightningParError
     from lightning_par.inference.infer import infer_plan
     from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
@@ -81,6 +83,7 @@ else:
         "attention": "engine.context.attention",
         "check_plan": "plan.resolved_plan",
         "memory_estimate": "strategies.memory_estimate",
+        "linear_cross_entropy": "engine.tensor.chunked_logits",
         "load_from_checkpoint": "strategies.components.load_module",
         "infer_plan": "inference.infer",
         "verify": "verification",

@@ -16,6 +16,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.context.attention import attention
+from lightning_par.engine.tensor.chunked_logits import chunked_logits
 from lightning_par.errors import ConfigurationError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NormKind",
     "RotaryEmbedding",
     "SwiGLU",
+    "head_logits",
     "make_norm",
     "rotate",
 ]
@@ -44,6 +46,18 @@ def make_norm(kind: NormKind, dim: int, *, eps: float, bias: bool) -> nn.Module:
     if kind == "rmsnorm":
         return nn.RMSNorm(dim, eps=eps)
     return nn.LayerNorm(dim, eps=eps, bias=bias)
+
+
+def head_logits(head: nn.Module, hidden: Tensor, *, chunked: bool) -> Tensor:
+    """Return the logits [B, T, V] of a head.
+
+    Args:
+        head: A linear layer.
+        hidden: [B, T, D].
+        chunked: Whether a loss computes them in chunks; see `linear_cross_entropy`.
+    """
+    logits: Tensor = chunked_logits(hidden, head) if chunked else head(hidden)
+    return logits
 
 
 class RotaryEmbedding(nn.Module):

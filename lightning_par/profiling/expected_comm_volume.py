@@ -10,7 +10,8 @@ entry of sharded weights   with sequence parallelism: all-gather n x, reduce-sca
                            without: nothing, all-reduce x
 exit of sharded weights    with sequence parallelism: reduce-scatter n y, all-gather n y;
                            without: all-reduce y, nothing
-``vocab_head``             as an entry; its loss: all-reduces of one and of two numbers per token
+``vocab_head``             as an entry; its loss: all-reduces of one and of two numbers per token,
+                           or of each chunk of logits one all-gather of two numbers per token
 ``colwise_gather_output``  as an entry; all-gather y, nothing
 =========================  =========================================================================
 
@@ -50,6 +51,7 @@ from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import matching_modules, StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
+from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
@@ -279,7 +281,12 @@ class _TensorHook:
             self._cross(group, x, "all_gather", "reduce_scatter", in_forward=False)
         else:
             self._cross(group, output, "reduce_scatter", "all_gather", in_forward=True)
-        if self.style.output == "logits":
+        if isinstance(output, ChunkedLogits):
+            rows, size = output.numel() // output.shape[-1], max(output.element_size(), 4)
+            for start in range(0, rows, output.tokens_at_once):
+                numbers = 2 * group.size() * min(output.tokens_at_once, rows - start)
+                self.forecast._add(group, "all_gather", numbers * size)
+        elif self.style.output == "logits":
             tokens = output.numel() // output.shape[-1] * output.element_size()
             self.forecast._add(group, "all_reduce", tokens)
             self.forecast._add(group, "all_reduce", 2 * tokens)

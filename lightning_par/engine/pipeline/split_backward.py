@@ -13,7 +13,8 @@ the forward did; so the linear maps inside of it compute all their gradients at 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,9 @@ from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.upstream.autograd import saved_tensor_hooks
 from lightning_par.upstream.dtensor import TO_LOCAL_NODE
 
-__all__ = ["Deferred", "WeightGradients", "defer_weight_gradients"]
+__all__ = ["Deferred", "WeightGradients", "defer_weight_gradients", "undeferred"]
+
+_UNDEFERRED: ContextVar[bool] = ContextVar("undeferred", default=False)
 
 _CASTS = ("ToCopyBackward0", TO_LOCAL_NODE)
 """Nodes between a parameter and what a layer multiplies with that keep nothing of the forward."""
@@ -89,6 +92,16 @@ class WeightGradients:
             self._waiting.append(deferred)
 
 
+@contextmanager
+def undeferred() -> Iterator[None]:
+    """Leave the linear maps of forwards inside as they are."""
+    before = _UNDEFERRED.set(True)
+    try:
+        yield
+    finally:
+        _UNDEFERRED.reset(before)
+
+
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
     """Make the linear maps in a module's forward leave their weights' gradients for later.
 
@@ -100,7 +113,7 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _CatchLinear(gradients):
+            with nullcontext() if _UNDEFERRED.get() else _CatchLinear(gradients):
                 return inner(*args, **kwargs)
 
         return forward

@@ -22,6 +22,7 @@ from lightning_par.engine.collectives import (
     gather_from_shards,
     split_sizes,
 )
+from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.engine.tensor.huggingface_layers import (
     expert_shards,
     fused_qkv_transposed,
@@ -116,7 +117,10 @@ def _vocab_head(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs
     """Compute the logits of this rank's part of the vocabulary, and keep them so."""
     args, kwargs = on_first_tensor(ctx.enter, (args, kwargs))
     size = int(module.out_features)  # type: ignore[arg-type]
-    return VocabShardedLogits.wrap(call(*args, **kwargs), size, ctx.group)
+    logits = call(*args, **kwargs)
+    if isinstance(logits, ChunkedLogits):
+        return logits.sharded(size, ctx.group)
+    return VocabShardedLogits.wrap(logits, size, ctx.group)
 
 
 def _gather_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:

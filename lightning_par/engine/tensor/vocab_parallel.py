@@ -166,12 +166,35 @@ class VocabShardedLogits(Tensor):
         made.local, made.group, made.vocab_dim = local, group, dim
         return made
 
+    def like(self, local: Tensor, vocab_dim: int = -1) -> "VocabShardedLogits":
+        """Return the same logits in another shape or dtype, given by what this rank holds of them.
+
+        Args:
+            local: What takes the place of `self.local`.
+            vocab_dim: Which dim of `local` is the vocabulary.
+        """
+        with plain_functions():
+            size = self.shape[self.vocab_dim]
+        return VocabShardedLogits.wrap(local, size, self.group, vocab_dim)
+
     def full(self) -> Tensor:
         """Return the whole logits as a plain tensor; differentiable.
 
         **Communicates**: one all-gather over the tensor-parallel ranks.
         """
         return gather_from_shards(self.local, self.vocab_dim, self.group, self.size(self.vocab_dim))
+
+    def answer(
+        self, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return what a function of these logits gives, or NotImplemented if it takes the whole.
+
+        Args:
+            func: A function of torch.
+            rest: Its other positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        return _answer_from_shard(func, self, rest, kwargs)
 
     @classmethod
     def __torch_function__(
@@ -189,7 +212,7 @@ class VocabShardedLogits(Tensor):
         # Operations whose first argument are the logits may be answered from the shard.
         if isinstance(first, VocabShardedLogits):
             _refuse_change(func)
-            answer = _answer_from_shard(func, first, tuple(args[1:]), kwargs)
+            answer = first.answer(func, tuple(args[1:]), kwargs)
             if answer is not NotImplemented:
                 return answer
         # Everything else is right on the whole logits: gathered by a collective, on all ranks
@@ -260,19 +283,19 @@ def _answer_from_shard(
         # Element by element: the shard's result is the shard of the result.
         Tensor.detach,
     ):
-        return VocabShardedLogits.wrap(func(x.local, *rest, **kwargs), size, x.group, dim)
+        return x.like(func(x.local, *rest, **kwargs), dim)
     if kwargs or dim != len(shape) - 1:
         return NotImplemented
     if func is Tensor.__getitem__ and _keeps_last(rest[0], len(shape)):
-        return VocabShardedLogits.wrap(x.local[rest[0]], size, x.group)
+        return x.like(x.local[rest[0]])
     # [B, T, V] to [B, V, T], as F.cross_entropy wants the classes in dim 1.
     swaps = func in (Tensor.transpose, torch.transpose) and len(shape) == 3
     if swaps and sorted(d % 3 for d in rest) == [1, 2]:
-        return VocabShardedLogits.wrap(x.local.transpose(1, 2), size, x.group, 1)
+        return x.like(x.local.transpose(1, 2), 1)
     leading = _new_leading_shape(func, shape, rest)
     if leading is None:
         return NotImplemented
-    return VocabShardedLogits.wrap(x.local.reshape(*leading, x.local.shape[-1]), size, x.group)
+    return x.like(x.local.reshape(*leading, x.local.shape[-1]))
 
 
 def _answer_property(func: Any, x: VocabShardedLogits) -> Any:

@@ -30,6 +30,8 @@ class BertConfig:
         dropout: Dropout probability, 0 <= p < 1.
         norm_eps: Epsilon of the LayerNorms.
         init_std: Standard deviation of the initial matrices and tables.
+        chunked_loss: Whether a loss computes logits in chunks of tokens, so that they are never
+            whole; see `linear_cross_entropy`.
 
     Raises:
         ConfigurationError: A value is out of range, or `num_heads` does not divide D; lists every
@@ -52,6 +54,7 @@ class BertConfig:
     dropout: float = 0.0
     norm_eps: float = 1e-12
     init_std: float = 0.02
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "max_length", "num_layers", "model_dim", "num_heads", "ff_dim")

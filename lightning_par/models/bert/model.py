@@ -11,6 +11,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 
 from lightning_par.models.bert.config import BertConfig
+from lightning_par.models.layers import head_logits
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["Bert", "EncoderBlock", "from_hugging_face_bert"]
@@ -186,7 +187,8 @@ class Bert(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, visible)
         order = None if self.order is None else self.order(hidden)
-        return self.head(self.transform_norm(F.gelu(self.transform(hidden)))), order
+        hidden = self.transform_norm(F.gelu(self.transform(hidden)))
+        return head_logits(self.head, hidden, chunked=self.config.chunked_loss), order
 
     def parallel_plan(self) -> ParallelPlan:
         """Return the parallel plan: blocks, tensor styles, tied weights and batch spec."""

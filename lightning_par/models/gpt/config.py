@@ -37,6 +37,8 @@ class GPTConfig:
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Epsilon of the norms.
         init_std: Standard deviation of the initial weights.
+        chunked_loss: Whether a loss computes logits in chunks of tokens, so that they are never
+            whole; see `linear_cross_entropy`.
 
     Raises:
         ConfigurationError: A value is out of range, or a number of heads does not divide; lists
@@ -63,6 +65,7 @@ class GPTConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:

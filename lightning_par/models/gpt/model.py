@@ -14,6 +14,7 @@ from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.models.layers import (
     Attention,
     GeluMLP,
+    head_logits,
     KeyValueCache,
     make_norm,
     RotaryEmbedding,
@@ -158,8 +159,7 @@ class GPT(nn.Module):
         for number, block in enumerate(self.blocks):
             given = () if cache is None else (cache, number)
             hidden = block(hidden, rotary, documents, *given)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        return head_logits(self.head, self.norm(hidden), chunked=self.config.chunked_loss)
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_length:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn, Tensor
 
-from lightning_par.models.layers import Attention, make_norm, RotaryEmbedding
+from lightning_par.models.layers import Attention, head_logits, make_norm, RotaryEmbedding
 from lightning_par.models.mixtral.config import MixtralConfig
 from lightning_par.models.mixtral.moe import MoELayer
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
@@ -128,7 +128,8 @@ class Mixtral(nn.Module):
             noise = self._noise(input_ids)
             hidden, block_losses = block(hidden, rotary, noise, counted, documents)
             losses.append(block_losses)
-        return self.head(self.norm(hidden)), torch.stack(losses).mean(0)
+        logits = head_logits(self.head, self.norm(hidden), chunked=self.config.chunked_loss)
+        return logits, torch.stack(losses).mean(0)
 
     def _noise(self, input_ids: Tensor) -> Tensor | None:
         """Return the noise of one router [B, T, E], or None if its routing is not noisy."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import CommunicationProfiler
+from lightning_par.engine.tensor.chunked_logits import ChunkedHead, LossOptions
 from lightning_par.profiling.comm_volume import CommVolumeEntry
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
@@ -19,6 +20,12 @@ SHARED = ("broadcast",)
 
 class SilentModule(ToyModule):
     """Logs nothing, since the plan cannot know what a user logs."""
+
+    def __init__(self, *args: Any, chunk_size: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if chunk_size is not None:
+            self.model.head.__class__ = ChunkedHead
+            self.model.head.options = LossOptions(chunk_size=chunk_size)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(batch["ids"])
@@ -59,6 +66,7 @@ def rows(rank: int, world: int, folder: Any, options: Any, run: Any) -> Any:
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp": (2, {"tp": 2, "sequence_parallel": False}, {}),
     "tp and sp": (2, {"tp": 2}, {}),
+    "tp, logits in chunks": (2, {"tp": 2}, {"module": {"chunk_size": 25}}),
     "pp": (2, {"pp": 2, "num_microbatches": 4}, {}),
     "pp, one micro-batch": (2, {"pp": 2, "num_microbatches": 1}, {}),
     "pp, V shape, head untied": (
@@ -89,7 +97,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-COVERING = ("tp", "tp and sp", "pp", "dp, ZeRO 0", "dp, ZeRO 2", "pp and dp, ZeRO 3")
+COVERING = (
+    "tp",
+    "tp and sp",
+    "tp, logits in chunks",
+    "pp",
+    "dp, ZeRO 0",
+    "dp, ZeRO 2",
+    "pp and dp, ZeRO 3",
+)
 """Every formula at least once; the others combine them in other ways."""
 
 

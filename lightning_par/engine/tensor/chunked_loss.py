@@ -1,0 +1,241 @@
+"""Cross-entropy of a linear head, of whose logits only a chunk of tokens is there at a time.
+
+Shapes: N tokens, D model dim, V vocabulary; a rank holds V/tp rows of the head's weight.
+
+Note [Gradients in the forward]: the gradients of a sum of losses do not depend on what comes later,
+but for one factor. So the forward computes them of every chunk while its logits are there, with the
+three products that whole logits take, and keeps [N, D] and [V/tp, D] in the place of [N, V/tp]. The
+factor, which holds the scale of the loss and the number of labels, is multiplied in the backward:
+in 16 bits the gradient of a logit would vanish with it. Losses of single tokens have factors of
+their own: there the backward computes the logits of every chunk a second time.
+
+Note [One message for each chunk]: the gradient of a logit takes the log-sum-exp of all ranks, so
+that ranks have to meet in every chunk. One all-gather of two numbers for each token, the
+log-sum-exp of a rank and the logit of the label, takes the place of a maximum and a sum, one after
+the other. Up to tp 3 it moves fewer bytes, too; beyond, both are little beside the D numbers of
+each token that enter the head.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_par.engine.collectives import all_gather, apply_function, refuses_second_gradient
+
+__all__ = ["ChunkedLoss", "chunk_tokens"]
+
+_LEAST_TOKENS = 256
+"""Of a chunk: each adds to the whole gradient of the weight, which fewer tokens would not pay."""
+
+
+def chunk_tokens(tokens: int, columns: int, dim: int) -> int:
+    """Return the tokens of a chunk: their logits take as much as all hidden states, or 256 tokens.
+
+    Args:
+        tokens: N.
+        columns: V/tp.
+        dim: D.
+    """
+    return max(1, min(tokens, max(_LEAST_TOKENS, -(-tokens * dim // max(1, columns)))))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkedLoss:
+    """The loss of N tokens, and its gradient, from the logits of some of them.
+
+    Attributes:
+        labels: [N] int64; any index where the label is ignored.
+        valid: [N] bool: whether the label is not ignored.
+        weights: [N]: class weight of the label, 0 if it is ignored, NaN if it is outside of V.
+        class_weights: [V/tp], those of this rank's columns; None: all are 1.
+        size: V.
+        start: First column of this rank.
+        smoothing: As in `F.cross_entropy`.
+        total: Sum of the class weights of all V.
+        soft_cap: c of ``c tanh(logits / c)``, which takes the place of the logits, or None.
+        z_loss: Factor of the squared log-sum-exp, which every token adds to its loss.
+        group: The tensor-parallel ranks, or None.
+    """
+
+    labels: Tensor
+    valid: Tensor
+    weights: Tensor
+    class_weights: Tensor | None
+    size: int
+    start: int
+    smoothing: float
+    total: float | Tensor
+    soft_cap: float | None
+    z_loss: float
+    group: Any
+
+    def run(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, *, is_sum: bool
+    ) -> Tensor:
+        """Return the losses [N], or their sum.
+
+        Args:
+            hidden: [N, D].
+            weight: [V/tp, D].
+            bias: [V/tp], or None.
+            chunk: Tokens whose logits are there at once.
+            is_sum: Whether to return the sum.
+        """
+        needs = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+        keeps = is_sum and needs and torch.is_grad_enabled()
+        found = apply_function(_LinearLoss, hidden, weight, bias, self, chunk, keeps)
+        return found.sum() if is_sum and not keeps else found
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits of some tokens [n, V/tp], which may be changed in place."""
+        logits = F.linear(hidden, weight, bias).to(self.weights.dtype)
+        return (
+            logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+        )
+
+    def of(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the losses of tokens, and the log-sum-exp of their logits.
+
+        **Communicates**: one all-gather of two numbers for each token, three with smoothing.
+        """
+        inside, local = self._own_labels(logits, rows)
+        picked = logits.gather(-1, local[:, None])[:, 0] if logits.shape[-1] else logits.sum(-1)
+        parts = [torch.logsumexp(logits, -1), picked.where(inside, 0)]
+        if self.smoothing:
+            w = self.class_weights
+            parts.append(logits.sum(-1) if w is None else logits @ w)
+        if self.group is None:
+            found = parts
+        else:
+            ranks = all_gather(torch.stack(parts)[None], 0, self.group).unbind(1)
+            found = [torch.logsumexp(ranks[0], 0), *(part.sum(0) for part in ranks[1:])]
+        lse, s = found[0], self.smoothing
+        each = (1 - s) * (lse - found[1]) + self.z_loss * lse.square()
+        losses = self.weights[rows] * each
+        if s:
+            losses += s / self.size * (self.total * lse - found[2])
+        return losses.where(self.valid[rows], 0), lse
+
+    def gradient(self, logits: Tensor, rows: slice, lse: Tensor, factor: Tensor | None) -> Tensor:
+        """Return the gradient of the sum of losses of tokens, each times a factor, for the product
+        that made the logits; these are overwritten.
+        """
+        inside, local = self._own_labels(logits, rows)
+        factor = (
+            self.valid[rows].to(lse.dtype) if factor is None else factor.where(self.valid[rows], 0)
+        )
+        weights, spread = self.weights[rows] * factor, factor * (self.smoothing / self.size)
+        slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
+        grad = logits.sub_(lse[:, None]).exp_()
+        of_sum = weights * (1 - self.smoothing + 2 * self.z_loss * lse) + spread * self.total
+        grad.mul_(of_sum[:, None])
+        if self.smoothing:
+            w = self.class_weights
+            grad.sub_(spread[:, None] if w is None else spread[:, None] * w)
+        if grad.shape[-1]:
+            of_label = ((self.smoothing - 1) * weights).where(inside, 0)
+            grad.scatter_add_(-1, local[:, None], of_label[:, None])
+        grad.masked_fill_(~self.valid[rows, None], 0)  # also where logits are not finite
+        return grad if slope is None else grad.mul_(slope)
+
+    def _own_labels(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return which labels are columns of this rank, and the columns, 0 for others."""
+        local = self.labels[rows] - self.start
+        inside = (local >= 0) & (local < logits.shape[-1])
+        return inside, local.where(inside, 0)
+
+
+class _Sums:
+    """The gradients of a sum of losses for what made the logits, in float32 or better; None where
+    none is needed.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, given: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> None:
+        self._given = given
+        self.found = [
+            torch.zeros_like(tensor, dtype=dtype) if need and tensor is not None else None
+            for tensor, need in zip(given, needed, strict=True)
+        ]
+
+    def add(self, rows: slice, grad: Tensor) -> None:
+        """Add what the gradient of logits [n, V/tp] gives."""
+        hidden, weight, _ = self._given
+        assert hidden is not None
+        assert weight is not None
+        of_hidden, of_weight, of_bias = self.found
+        if of_hidden is not None:
+            of_hidden[rows] = _product(grad, weight)
+        if of_weight is not None and of_weight.dtype == hidden.dtype:
+            of_weight.addmm_(grad.t(), hidden[rows])  # which takes no memory
+        elif of_weight is not None:
+            of_weight += _product(grad.t(), hidden[rows])
+        if of_bias is not None:
+            of_bias += grad.sum(0)
+
+
+def _product(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return a matrix product in the dtype of the first: one of 16 bits is not rounded to these."""
+    if factor.is_cuda and factor.dtype.itemsize < grad.dtype.itemsize == 4:
+        return torch.mm(grad.to(factor.dtype), factor, out_dtype=grad.dtype)
+    return grad @ factor.to(grad.dtype)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """The sum of the losses of N tokens, or each of them; see Note [Gradients in the forward]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: ChunkedLoss,
+        chunk: int,
+        keeps_gradients: bool,
+    ) -> Tensor:
+        losses = loss.weights.new_empty(len(hidden))
+        lse = torch.empty_like(losses)
+        given, needed = [hidden, weight, bias], ctx.needs_input_grad[:3]
+        sums = _Sums(losses.dtype, given, needed) if keeps_gradients else None
+        for rows in _chunks(len(hidden), chunk):
+            logits = loss.logits(hidden[rows], weight, bias)
+            losses[rows], lse[rows] = loss.of(logits, rows)
+            if sums is not None:
+                sums.add(rows, loss.gradient(logits, rows, lse[rows], None))
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
+        ctx.keeps_gradients, ctx.loss, ctx.chunk = keeps_gradients, loss, chunk
+        ctx.save_for_backward(*([*given, lse] if sums is None else sums.found))
+        return losses if sums is None else losses.sum()
+
+    @staticmethod
+    @refuses_second_gradient
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.keeps_gradients:
+            made = map(partial(_scaled, grad), ctx.saved_tensors, ctx.dtypes)
+            return (*made, None, None, None)
+        *given, lse = ctx.saved_tensors
+        sums = _Sums(lse.dtype, given, ctx.needs_input_grad[:3])
+        for rows in _chunks(len(lse), ctx.chunk):
+            logits = ctx.loss.logits(given[0][rows], *given[1:])
+            sums.add(rows, ctx.loss.gradient(logits, rows, lse[rows], grad[rows]))
+        found = zip(sums.found, ctx.dtypes, strict=True)
+        return (*(x if x is None else x.to(dtype) for x, dtype in found), None, None, None)
+
+
+def _chunks(tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, tokens, size):
+        yield slice(start, start + size)
+
+
+def _scaled(factor: Tensor, sums: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return sums times a factor, rounded once to a dtype."""
+    if sums is None:
+        return None
+    return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))
