@@ -235,6 +235,7 @@ def _shape(
         blocks=blocks,
         before=before,
         after=after,
+        chunked_loss=recorder.has_chunks,
         shared=weights.shared(trained=False),
         shared_trained=weights.shared(trained=True),
         tensor_degrees=_degrees(model, resolved.plan),

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from lightning_par.engine.pipeline.schedules import SCHEDULES
+from lightning_par.engine.tensor.chunks import chunk_tokens
 from lightning_par.planner.model_parts import make_parts, ModelPart
 from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
 
@@ -233,9 +234,15 @@ def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -
     """Return the bytes of all copies of a micro-batch's logits at the peak of the loss."""
     after = make_parts(shape, layout, code)[2]
     samples = layout.micro_batch / layout.sizes.context
-    kept = _kept(after, layout, code, "none")
+    kept, logits = _kept(after, layout, code, "none"), samples * after.logits.local(layout)
     # Copies of the logits: see `Implementation.logit_bytes`; divided over the vocabulary by t.
-    return kept + code.logit_bytes * samples * after.logits.local(layout)
+    if not shape.chunked_loss:
+        return kept + code.logit_bytes * logits
+    # Those of a chunk, and gradients of hidden states and of the head's weight in float32.
+    tokens, dim = round(samples * shape.length), shape.model_dim
+    columns = logits / max(1, tokens)
+    chunk = chunk_tokens(tokens, round(columns), dim)
+    return kept + code.logit_bytes * chunk * columns + 4 * (tokens + columns) * dim
 
 
 def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> float:

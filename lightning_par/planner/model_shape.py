@@ -66,6 +66,7 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         causal=not _is_encoder(config),
         expert_capacity=config.capacity(length) if bounded else 0,
         dropout=bool(dropout),
+        chunked_loss=bool(getattr(config, "chunked_loss", False)),
     )
 
 

@@ -39,6 +39,7 @@ class TransformerShape:
         shared_experts: Experts that every token passes, besides.
         expert_capacity: Tokens of a sequence that an expert takes at most; 0: all.
         dropout: Whether dropout masks are kept.
+        chunked_loss: Whether logits are there in chunks of tokens only.
     """
 
     layers: int
@@ -57,6 +58,7 @@ class TransformerShape:
     shared_experts: int = 0
     expert_capacity: int = 0
     dropout: bool = False
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         counts = ("layers", "model_dim", "heads", "length", "vocab", "experts", "experts_per_token")

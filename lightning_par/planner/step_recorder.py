@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.observe.flops import FlopCounter
 from lightning_par.observe.recorder import called_around, tensors_in
 from lightning_par.plan.resolved_plan import ResolvedPlan
@@ -39,6 +40,8 @@ _BACKWARD_TRAFFIC = 34 / 22
 """Words of element-wise work in a backward to those of its forward, as of a block of a transformer:
 two norms 12 to 8, two sums with dropout 10 to 14, and two sums of gradients 12, in bytes."""
 _BACKWARD_KERNELS = 40 / 22
+_PASSES = 5
+"""Over the logits of a chunk: written, read for their sum, made probabilities and gradients."""
 _FOLLOWED = "lightning_par.followed"
 """Key of the metadata of a node of autograd that has its prehook."""
 BEFORE, AFTER = -1, -2
@@ -115,7 +118,7 @@ class StepRecorder(FlopCounter):
         self.hidden: tuple[int, int] | None = None
         self._stack: list[str] = []
         self._place = 0 if not self._number else BEFORE
-        self.attends = False
+        self.attends = self.has_chunks = False
         # By the key of a storage; kept alive, as keys are used again.
         self._alive: dict[int, Any] = {}
         self._parameters: dict[int, bool] = {}
@@ -442,6 +445,33 @@ class StepRecorder(FlopCounter):
         self._part.add("kept", cut, out.numel())
         return out
 
+    def lose(self, call: Callable[[], Tensor], logits: ChunkedLogits) -> Tensor:
+        """Record a loss that computes its logits in chunks, and their gradients at once."""
+        cut, part = self._cut(logits.local), self._part
+        self.attends = self.has_chunks = True
+        try:
+            loss = call()
+        finally:
+            self.attends = False
+        self.follow(loss, attended=True)
+        rows, (columns, inner) = logits.numel() / logits.shape[-1], logits.weight.shape
+        part.products.append(
+            Product(
+                rows=rows,
+                columns=columns,
+                inner=inner,
+                divided="columns" if cut == "tensor" else "nothing",
+                needs_input=logits.local.requires_grad,
+                needs_weight=logits.weight.requires_grad,
+            )
+        )
+        part.add("logits", cut, rows * columns)
+        part.kernels += 1
+        if self._backward:
+            part.add("eager", cut, _PASSES * rows * columns)
+            part.operators[0] += _PASSES
+        return loss
+
     def _save(self, tensor: Tensor) -> Tensor:
         """Count what autograd keeps, each storage once."""
         if not self.attends:
@@ -473,6 +503,8 @@ class _Functions(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is self._original and not self._recorder.attends:
             return self.call(*args, **options)
+        if func is F.cross_entropy and args and isinstance(args[0], ChunkedLogits):
+            return self._recorder.lose(partial(func, *args, **options), args[0])
         result = func(*args, **options)
         if not self._recorder.attends:
             self._recorder.follow(result)

@@ -14,7 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function, TorchFunc
 
 from lightning_par.engine.collectives import all_gather, gather_from_shards, split_sizes
 from lightning_par.engine.pipeline.split_backward import undeferred
-from lightning_par.engine.tensor.chunked_loss import chunk_tokens, ChunkedLoss
+from lightning_par.engine.tensor.chunked_loss import ChunkedLoss
+from lightning_par.engine.tensor.chunks import chunk_tokens
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.upstream.tensor import asks_for_changes, make_wrapper, plain_functions

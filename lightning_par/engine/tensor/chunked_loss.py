@@ -27,21 +27,7 @@ from torch import Tensor
 
 from lightning_par.engine.collectives import all_gather, apply_function, refuses_second_gradient
 
-__all__ = ["ChunkedLoss", "chunk_tokens"]
-
-_LEAST_TOKENS = 256
-"""Of a chunk: each adds to the whole gradient of the weight, which fewer tokens would not pay."""
-
-
-def chunk_tokens(tokens: int, columns: int, dim: int) -> int:
-    """Return the tokens of a chunk: their logits take as much as all hidden states, or 256 tokens.
-
-    Args:
-        tokens: N.
-        columns: V/tp.
-        dim: D.
-    """
-    return max(1, min(tokens, max(_LEAST_TOKENS, -(-tokens * dim // max(1, columns)))))
+__all__ = ["ChunkedLoss"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

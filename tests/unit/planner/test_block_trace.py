@@ -56,14 +56,22 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "of_time", "of_memory"),
-    [("gpt3-13b", 0.03, 0.03), ("llama2-7b", 0.16, 0.05)],
-    ids=["gpt", "rotary positions, which a configuration's forecast leaves out"],
+    ("preset", "chunked", "of_time", "of_memory"),
+    [
+        ("gpt3-13b", False, 0.03, 0.03),
+        ("gpt3-13b", True, 0.03, 0.03),
+        ("llama2-7b", False, 0.16, 0.05),
+    ],
+    ids=[
+        "gpt",
+        "logits in chunks",
+        "rotary positions, which a configuration's forecast leaves out",
+    ],
 )
 def test_a_hidden_configuration_gives_the_same_forecast(
-    preset: str, of_time: float, of_memory: float
+    preset: str, chunked: bool, of_time: float, of_memory: float
 ) -> None:
-    module = GPTModule(preset=preset, overrides={"num_layers": 4})
+    module = GPTModule(preset=preset, overrides={"num_layers": 4, "chunked_loss": chunked})
     with record_construction():
         module.configure_model()
     rows = torch.zeros(2, LENGTH, dtype=torch.long)
@@ -77,9 +85,11 @@ def test_a_hidden_configuration_gives_the_same_forecast(
         positions=config.positions,
         activation=config.activation,
         tied_head=config.tied_head,
+        chunked_loss=chunked,
     )
     found = shape_of(module, LENGTH, **given)
     assert isinstance(found, TracedShape)
+    assert found.chunked_loss == wanted.chunked_loss == chunked
     assert found.parameters == sum(p.numel() for p in module.parameters())
     assert found.flops(3) == pytest.approx(wanted.flops(3), rel=1e-9)
     assert found.shared_weights(2) == wanted.shared_weights(2)

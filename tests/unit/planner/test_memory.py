@@ -1,5 +1,7 @@
 """Memory by rank, against formulas of the literature."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_par.planner.memory import block_activations, peak_bytes, predict_memory
@@ -55,6 +57,23 @@ def test_the_first_rank_holds_most_activations_and_the_last_the_logits() -> None
     assert found.ranks[3]["moment"] == 16 * 512 * 32_000
     assert found.peak_rank == max(range(4), key=lambda r: sum(found.ranks[r].values()))
     assert found.peak == sum(found.ranks[found.peak_rank].values())
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_logits_in_chunks_take_those_of_a_chunk_and_their_gradients(tensor: int) -> None:
+    """8 samples of 512 tokens: 256 tokens have as many logits at once as the rule says."""
+    sizes = ParallelSizes(tensor=tensor, pipeline=4)
+    layout = Layout(sizes=sizes, micro_batch=8, microbatches=8)
+    whole, chunked = (
+        predict_memory(replace(SHAPE, chunked_loss=on), layout, WRITTEN) for on in (False, True)
+    )
+    columns, tokens = 32_000 / tensor, 8 * 512
+    assert whole.ranks[3]["moment"] == 16 * tokens * columns
+    chunk = max(256, -(-tokens * D // round(columns)))
+    wanted = 16 * chunk * columns + 4 * (tokens + columns) * D
+    assert chunked.ranks[3]["moment"] == pytest.approx(wanted)
+    assert chunked.ranks[3]["moment"] < whole.ranks[3]["moment"] / 3
+    assert chunked.ranks[:3] == whole.ranks[:3]
 
 
 def test_offload_moves_states_to_the_host_and_experts_are_divided() -> None:
