@@ -29,10 +29,13 @@ from lightning_par.engine.collectives import all_gather, apply_function, refuses
 
 __all__ = ["ChunkedLoss"]
 
+_ROWS = 8192
+"""Of the weight, whose gradient of a chunk is a tensor at a time."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkedLoss:
-    """The loss of N tokens, and its gradient, from the logits of some of them.
+    """The loss of N tokens.
 
     Attributes:
         labels: [N] int64; any index where the label is ignored.
@@ -77,63 +80,86 @@ class ChunkedLoss:
         found = apply_function(_LinearLoss, hidden, weight, bias, self, chunk, keeps)
         return found.sum() if is_sum and not keeps else found
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of some tokens [n, V/tp], which may be changed in place."""
-        logits = F.linear(hidden, weight, bias).to(self.weights.dtype)
-        return (
-            logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
-        )
 
-    def of(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the losses of tokens, and the log-sum-exp of their logits.
+class _Chunk:
+    """The logits of some tokens, which become their exponentials, and these the gradient.
+
+    Args:
+        loss: That of all tokens.
+        rows: Which tokens.
+        hidden: [N, D].
+        weight: [V/tp, D].
+        bias: [V/tp], or None.
+    """
+
+    def __init__(
+        self, loss: ChunkedLoss, rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self._loss, self._weights, self._valid = loss, loss.weights[rows], loss.valid[rows]
+        logits = F.linear(hidden[rows], weight, bias).to(loss.weights.dtype)
+        self._shift: Tensor | None = None
+        self._slope: Tensor | None = None
+        if loss.soft_cap is not None:
+            bounded = torch.tanh(logits / loss.soft_cap)
+            logits, self._slope = bounded * loss.soft_cap, 1 - bounded.square()
+        self._values = logits
+        local = loss.labels[rows] - loss.start
+        self._inside = (local >= 0) & (local < logits.shape[-1])
+        self._labels = local.where(self._inside, 0)[:, None]
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        """Return the losses of the tokens, and the log-sum-exp of their logits.
 
         **Communicates**: one all-gather of two numbers for each token, three with smoothing.
         """
-        inside, local = self._own_labels(logits, rows)
-        picked = logits.gather(-1, local[:, None])[:, 0] if logits.shape[-1] else logits.sum(-1)
-        parts = [torch.logsumexp(logits, -1), picked.where(inside, 0)]
-        if self.smoothing:
-            w = self.class_weights
-            parts.append(logits.sum(-1) if w is None else logits @ w)
-        if self.group is None:
-            found = parts
+        loss, logits, s = self._loss, self._values, self._loss.smoothing
+        if logits.shape[-1]:
+            highest, picked = logits.amax(-1), logits.gather(-1, self._labels)[:, 0]
         else:
-            ranks = all_gather(torch.stack(parts)[None], 0, self.group).unbind(1)
-            found = [torch.logsumexp(ranks[0], 0), *(part.sum(0) for part in ranks[1:])]
-        lse, s = found[0], self.smoothing
-        each = (1 - s) * (lse - found[1]) + self.z_loss * lse.square()
-        losses = self.weights[rows] * each
+            highest, picked = logits.sum(-1) - torch.inf, logits.sum(-1)
+        parts = [picked.where(self._inside, 0)]
         if s:
-            losses += s / self.size * (self.total * lse - found[2])
-        return losses.where(self.valid[rows], 0), lse
+            parts.append(self._over_classes(logits))
+        parts.insert(0, highest + self._exponentiate(highest).sum(-1).log())
+        if loss.group is not None:
+            ranks = all_gather(torch.stack(parts)[None], 0, loss.group).unbind(1)
+            parts = [torch.logsumexp(ranks[0], 0), *(part.sum(0) for part in ranks[1:])]
+        lse, picked, *sums = parts
+        found = self._weights * ((1 - s) * (lse - picked) + loss.z_loss * lse.square())
+        if s:
+            found += s / loss.size * (loss.total * lse - sums[0])
+        return found.where(self._valid, 0), lse
 
-    def gradient(self, logits: Tensor, rows: slice, lse: Tensor, factor: Tensor | None) -> Tensor:
-        """Return the gradient of the sum of losses of tokens, each times a factor, for the product
-        that made the logits; these are overwritten.
+    def gradient(self, lse: Tensor, factor: Tensor | None = None) -> Tensor:
+        """Return the gradient of the sum of the losses, each times a factor, for the product that
+        made the logits.
+
+        Args:
+            lse: What `losses` gave, of this chunk or of an equal one.
+            factor: [n]; None: 1.
         """
-        inside, local = self._own_labels(logits, rows)
-        factor = (
-            self.valid[rows].to(lse.dtype) if factor is None else factor.where(self.valid[rows], 0)
-        )
-        weights, spread = self.weights[rows] * factor, factor * (self.smoothing / self.size)
-        slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
-        grad = logits.sub_(lse[:, None]).exp_()
-        of_sum = weights * (1 - self.smoothing + 2 * self.z_loss * lse) + spread * self.total
-        grad.mul_(of_sum[:, None])
-        if self.smoothing:
-            w = self.class_weights
-            grad.sub_(spread[:, None] if w is None else spread[:, None] * w)
+        loss, s = self._loss, self._loss.smoothing
+        if self._shift is None:
+            self._exponentiate(lse)
+        assert self._shift is not None
+        counted = self._valid.to(lse.dtype) if factor is None else factor.where(self._valid, 0)
+        weights, spread = self._weights * counted, counted * (s / loss.size)
+        of_sum = weights * (1 - s + 2 * loss.z_loss * lse) + spread * loss.total
+        grad = self._values.mul_((of_sum * (self._shift - lse).exp())[:, None])
+        if s:
+            each = loss.class_weights
+            grad.sub_(spread[:, None] if each is None else spread[:, None] * each)
         if grad.shape[-1]:
-            of_label = ((self.smoothing - 1) * weights).where(inside, 0)
-            grad.scatter_add_(-1, local[:, None], of_label[:, None])
-        grad.masked_fill_(~self.valid[rows, None], 0)  # also where logits are not finite
-        return grad if slope is None else grad.mul_(slope)
+            grad.scatter_add_(-1, self._labels, ((s - 1) * weights).where(self._inside, 0)[:, None])
+        return grad if self._slope is None else grad.mul_(self._slope)
 
-    def _own_labels(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return which labels are columns of this rank, and the columns, 0 for others."""
-        local = self.labels[rows] - self.start
-        inside = (local >= 0) & (local < logits.shape[-1])
-        return inside, local.where(inside, 0)
+    def _over_classes(self, logits: Tensor) -> Tensor:
+        each = self._loss.class_weights
+        return logits.sum(-1) if each is None else logits @ each
+
+    def _exponentiate(self, shift: Tensor) -> Tensor:
+        self._shift = shift
+        return self._values.sub_(shift[:, None]).exp_()
 
 
 class _Sums:
@@ -158,17 +184,23 @@ class _Sums:
         of_hidden, of_weight, of_bias = self.found
         if of_hidden is not None:
             of_hidden[rows] = _product(grad, weight)
-        if of_weight is not None and of_weight.dtype == hidden.dtype:
-            of_weight.addmm_(grad.t(), hidden[rows])  # which takes no memory
-        elif of_weight is not None:
-            of_weight += _product(grad.t(), hidden[rows])
+        if of_weight is not None and not _widens(grad, hidden):
+            of_weight.addmm_(grad.t(), hidden[rows].to(grad.dtype))
+        elif of_weight is not None:  # in parts, as each is a tensor of its own
+            for total, columns in zip(of_weight.split(_ROWS), grad.split(_ROWS, 1), strict=True):
+                total += _product(columns.t(), hidden[rows])
         if of_bias is not None:
             of_bias += grad.sum(0)
 
 
+def _widens(grad: Tensor, factor: Tensor) -> bool:
+    """Whether the device has a product of tensors of 16 bits in 32."""
+    return factor.is_cuda and factor.dtype.itemsize < grad.dtype.itemsize == 4
+
+
 def _product(grad: Tensor, factor: Tensor) -> Tensor:
     """Return a matrix product in the dtype of the first: one of 16 bits is not rounded to these."""
-    if factor.is_cuda and factor.dtype.itemsize < grad.dtype.itemsize == 4:
+    if _widens(grad, factor):
         return torch.mm(grad.to(factor.dtype), factor, out_dtype=grad.dtype)
     return grad @ factor.to(grad.dtype)
 
@@ -191,10 +223,10 @@ class _LinearLoss(torch.autograd.Function):
         given, needed = [hidden, weight, bias], ctx.needs_input_grad[:3]
         sums = _Sums(losses.dtype, given, needed) if keeps_gradients else None
         for rows in _chunks(len(hidden), chunk):
-            logits = loss.logits(hidden[rows], weight, bias)
-            losses[rows], lse[rows] = loss.of(logits, rows)
+            made = _Chunk(loss, rows, hidden, weight, bias)
+            losses[rows], lse[rows] = made.losses()
             if sums is not None:
-                sums.add(rows, loss.gradient(logits, rows, lse[rows], None))
+                sums.add(rows, made.gradient(lse[rows]))
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
         ctx.keeps_gradients, ctx.loss, ctx.chunk = keeps_gradients, loss, chunk
         ctx.save_for_backward(*([*given, lse] if sums is None else sums.found))
@@ -209,8 +241,8 @@ class _LinearLoss(torch.autograd.Function):
         *given, lse = ctx.saved_tensors
         sums = _Sums(lse.dtype, given, ctx.needs_input_grad[:3])
         for rows in _chunks(len(lse), ctx.chunk):
-            logits = ctx.loss.logits(given[0][rows], *given[1:])
-            sums.add(rows, ctx.loss.gradient(logits, rows, lse[rows], grad[rows]))
+            chunk = _Chunk(ctx.loss, rows, *given)
+            sums.add(rows, chunk.gradient(lse[rows], grad[rows]))
         found = zip(sums.found, ctx.dtypes, strict=True)
         return (*(x if x is None else x.to(dtype) for x, dtype in found), None, None, None)
 
