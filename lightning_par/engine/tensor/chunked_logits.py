@@ -69,6 +69,8 @@ class ChunkedLogits(VocabShardedLogits):
     weight: Tensor
     bias: Tensor | None
     options: LossOptions
+    _kind = "are computed in chunks"
+    _other = "use whole ones (chunked_loss=False)"
 
     @staticmethod
     def make(
@@ -160,9 +162,9 @@ class ChunkedLogits(VocabShardedLogits):
                 return func(source)
         if func is Tensor.register_hook:
             raise ConfigurationError(
-                "LP317",
+                "LP902",
                 "register_hook on logits that are computed in chunks would never be called: their "
-                "gradient is never whole. Register it on the hidden states, or use whole logits "
+                "gradient is never whole. Register it on the hidden states, or use whole ones "
                 "(chunked_loss=False).",
             )
         if func in _CASTS:
@@ -318,7 +320,7 @@ def chunked_logits(
     Args:
         hidden: [..., D].
         head: An `nn.Linear`; under tensor parallelism each rank computes with its part of the
-            vocabulary if the plan gives it the style ``vocab_head``.
+            vocabulary if the plan divides it (``vocab_head``, ``colwise_gather_output``).
         options: Soft cap, z-loss and size of chunks.
 
     Raises:
@@ -331,7 +333,7 @@ def chunked_logits(
             "LP902",
             f"head={type(head).__name__} gives {type(logits).__name__}: logits in chunks need a "
             "head that is one linear map, such as nn.Linear, and on a mesh one with the style "
-            "'vocab_head' or 'replicated'. Use whole logits (chunked_loss=False).",
+            "'vocab_head', 'colwise_gather_output' or 'replicated'. Use whole logits.",
         )
     return logits
 

@@ -66,8 +66,11 @@ def _colwise_gather_output(
     """Gather the output features."""
     args, kwargs = on_first_tensor(ctx.enter, (args, kwargs))
     size = int(module.out_features)  # type: ignore[arg-type]
+    out = call(*args, **kwargs)
+    if isinstance(out, ChunkedLogits):  # which are whole to any code
+        return out.sharded(size, ctx.group)
     # [..., V or D / tp] to [..., size]; the size is given, as later ranks may hold fewer columns.
-    return gather_from_shards(call(*args, **kwargs), -1, ctx.group, size)
+    return gather_from_shards(out, -1, ctx.group, size)
 
 
 def _rowwise(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:

@@ -146,6 +146,8 @@ class VocabShardedLogits(Tensor):
     local: Tensor
     group: dist.ProcessGroup
     vocab_dim: int
+    _kind = "are sharded over the vocabulary"
+    _other = "give the head the style 'colwise_gather_output'"
 
     @staticmethod
     def wrap(
@@ -211,7 +213,7 @@ class VocabShardedLogits(Tensor):
         first = args[0] if args else None
         # Operations whose first argument are the logits may be answered from the shard.
         if isinstance(first, VocabShardedLogits):
-            _refuse_change(func)
+            _refuse_change(func, first)
             answer = first.answer(func, tuple(args[1:]), kwargs)
             if answer is not NotImplemented:
                 return answer
@@ -237,16 +239,16 @@ class VocabShardedLogits(Tensor):
             return f"VocabShardedLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
 
-def _refuse_change(func: Callable[..., Any]) -> None:
+def _refuse_change(func: Callable[..., Any], logits: VocabShardedLogits) -> None:
     """Refuse what would change the gathered copy and leave the logits as they were."""
     name = getattr(func, "__name__", "")
     # Names of operations in place end with one underscore; `__getitem__` and the like with two.
     if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
         raise ConfigurationError(
             "LP317",
-            f"{name} would change logits that are sharded over the vocabulary in place. Use the "
+            f"{name} would change logits that {logits._kind} in place. Use the "
             "version that returns a new tensor (masked_fill instead of masked_fill_, torch.where "
-            "instead of an assignment), or give the head the style 'colwise_gather_output'.",
+            f"instead of an assignment), or {logits._other}.",
         )
 
 

@@ -1,5 +1,6 @@
 """Logits in chunks: on every layout the loss and the gradients of whole logits on one process."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_par.huggingface import chunk_loss
 from lightning_par.models import BertModule, GPTModule, MixtralModule
 from lightning_par.models.gpt.model import GPT
 from lightning_par.observe.modes import DoublePrecision
+from lightning_par.plan.parallel_plan import ParallelPlan
 from tests.distributed.models.test_bert import SgdBert, TwelvePairs
 from tests.support.module_parity import assert_model_parity, Made
 from tests.support.ranks.api import ranks
@@ -207,6 +209,25 @@ def make_user() -> Made:
     module = UserGPT(overrides={**sizes, "vocab_size": V, "tied_head": False})
     module.model = Undeclared(module.config)
     return module, Sentences()
+
+
+class GatheredHead(GPT):
+    """A head whose output is gathered, as where a plan is inferred and ids are computed."""
+
+    def parallel_plan(self) -> ParallelPlan:
+        plan = super().parallel_plan()
+        return replace(plan, tensor={**plan.tensor, "head": "colwise_gather_output"})
+
+
+def make_gathered() -> Made:
+    module, samples = make_gpt(tied=False)
+    module.model = GatheredHead(module.config)
+    return module, samples
+
+
+def test_a_head_whose_output_would_be_gathered_computes_chunks_of_its_columns() -> None:
+    (first, *_) = assert_model_parity(make_gathered, {}, layout(tp=2), batch_size=4)
+    assert first["shapes"]["model.head.weight"] == (19, 12)
 
 
 USER = {
