@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.engine.tensor_tree import tensors_of
 
 __all__ = ["LookAtLosses", "SeenLoss"]
@@ -79,6 +80,8 @@ class LookAtLosses(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._sharpens and function in _LOGITS and args and type(args[0]) is Tensor:
             args = (args[0].double() * _SHARPER, *args[1:])
+        elif self._sharpens and function in _LOGITS and args and isinstance(args[0], ChunkedLogits):
+            args = (args[0].like(args[0].local * _SHARPER, args[0].vocab_dim), *args[1:])
         if self._sharpens and function is F.embedding and any(map(_is_negative, args)):
             raise IndexError("index out of range in self")  # which a GPU would not survive
         # `type` and not isinstance: `mask * False` of a bool is no weight of a term.

@@ -227,6 +227,7 @@ class _LinearLoss(torch.autograd.Function):
             losses[rows], lse[rows] = made.losses()
             if sums is not None:
                 sums.add(rows, made.gradient(lse[rows]))
+            del made  # before the next one is there
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
         ctx.keeps_gradients, ctx.loss, ctx.chunk = keeps_gradients, loss, chunk
         ctx.save_for_backward(*([*given, lse] if sums is None else sums.found))
@@ -243,6 +244,7 @@ class _LinearLoss(torch.autograd.Function):
         for rows in _chunks(len(lse), ctx.chunk):
             chunk = _Chunk(ctx.loss, rows, *given)
             sums.add(rows, chunk.gradient(lse[rows], grad[rows]))
+            del chunk
         found = zip(sums.found, ctx.dtypes, strict=True)
         return (*(x if x is None else x.to(dtype) for x, dtype in found), None, None, None)
 
