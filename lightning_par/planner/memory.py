@@ -238,11 +238,13 @@ def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -
     # Copies of the logits: see `Implementation.logit_bytes`; divided over the vocabulary by t.
     if not shape.chunked_loss:
         return kept + code.logit_bytes * logits
-    # Those of a chunk, and gradients of hidden states and of the head's weight in float32.
+    # Those of a chunk, in float32 and as they are multiplied, and gradients of hidden states and of
+    # the head's weight in float32.
     tokens, dim = round(samples * shape.length), shape.model_dim
     columns = logits / max(1, tokens)
     chunk = chunk_tokens(tokens, round(columns), dim)
-    return kept + code.logit_bytes * chunk * columns + 4 * (tokens + columns) * dim
+    width = 4 + (code.activation_bytes if code.activation_bytes < 4 else 0)
+    return kept + width * chunk * columns + 4 * (tokens + columns) * dim
 
 
 def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
