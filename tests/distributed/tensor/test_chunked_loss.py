@@ -23,7 +23,9 @@ from lightning_par.observe.modes import DoublePrecision
 from lightning_par.plan.parallel_plan import ParallelPlan
 from tests.distributed.models.test_bert import SgdBert, TwelvePairs
 from tests.support.module_parity import assert_model_parity, Made
-from tests.support.ranks.api import ranks
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import ranks, run_ranks
+from tests.support.samples import byte_loader
 
 T, V = 12, 37
 IGNORED = -100
@@ -293,3 +295,16 @@ def test_a_model_without_a_linear_head_is_refused() -> None:
     config.num_hidden_layers, config.intermediate_size = 1, 20
     with pytest.raises(ConfigurationError, match="the head of LlamaModel is NoneType"):
         chunk_loss(transformers.AutoModel.from_config(config))
+
+
+def prove(rank: int, world: int, cell: dict[str, Any]) -> str:
+    strategy = lightning_par.Hybrid3DStrategy(**cell, verify=True)
+    module = GPTModule(overrides={"chunked_loss": True})
+    trainer = quiet_trainer(strategy=strategy, devices=world, max_steps=2, proves=True)
+    trainer.fit(module, byte_loader())
+    return str(strategy.start.proof.outcome)
+
+
+@pytest.mark.parametrize("cell", [layout(tp=2), layout(pp=2), layout(dp=2, zero_stage=3)])
+def test_the_first_step_is_proved_to_equal_one_process(cell: dict[str, Any]) -> None:
+    assert run_ranks(prove, 2, cell, timeout=180)[0] == "equal"
