@@ -155,6 +155,7 @@ RUNS: dict[str, dict[str, str]] = {
             "test_a_weight_is_written_on_one_rank_or_on_every_rank"
         ),
     },
+    "LP808": {"without the callback": ONE},
     # Options, commands, models and data
     "LP901": {"a name of the list": VALUE},
     "LP902": {"a value of the list": VALUE},

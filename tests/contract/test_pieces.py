@@ -91,8 +91,9 @@ def test_islands_run_with_their_monitor(tmp_path: Path) -> None:
 
 
 def test_callbacks_are_added_to_those_of_the_configuration(tmp_path: Path):
-    """All that need neither experts nor islands, at once; those are named by configurations."""
-    others = sorted({*PIECES["callbacks"]} - {"expert_balance", "island_monitor"})
+    """All that need neither experts, islands nor another strategy, at once."""
+    left_out = {"expert_balance", "island_monitor", "first_step_proof"}
+    others = sorted({*PIECES["callbacks"]} - left_out)
     others.remove("full_activation_checkpointing")  # a run has one of these two
     words = ["fit", f"--config={BASE}", "--trainer.devices=2"]
     words += [f"--trainer.callbacks+={ROOT}/callbacks/{name}.yaml" for name in others]
@@ -102,6 +103,15 @@ def test_callbacks_are_added_to_those_of_the_configuration(tmp_path: Path):
     (saved,) = tmp_path.rglob("config.yaml")
     written = yaml.safe_load(saved.read_text())["trainer"]["callbacks"]
     assert {of_class(PIECES["callbacks"][name]) for name in others} <= set(map(of_class, written))
+
+
+def test_the_first_step_of_another_strategy_is_proved(tmp_path: Path) -> None:
+    words = ["fit", f"--config={BASE}", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    words += [f"--trainer.callbacks+={ROOT}/callbacks/first_step_proof.yaml"]
+    said = run_ranks(run_command, 2, tmp_path, *words, *SHORT, timeout=150)
+    assert "the first step of DDPStrategy on 2 ranks equals that of one process" in "\n".join(
+        said[0]
+    )
 
 
 def test_settings_are_read_in_one_piece(tmp_path: Path) -> None:

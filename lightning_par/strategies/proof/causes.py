@@ -5,6 +5,7 @@ says what was equal and what was not, and names runs whose outcome tells causes 
 what every rank computed, in float64 and without dropout: it names likely causes.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_par.observe.compare import Difference
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["Findings", "causes_of_dropout", "explain", "find_causes", "missed_patterns"]
+__all__ = [
+    "Elsewhere",
+    "Findings",
+    "StepReport",
+    "causes_elsewhere",
+    "causes_of_dropout",
+    "explain",
+    "find_causes",
+    "missed_patterns",
+]
 
 _HOOKS = (
     "on_before_zero_grad",
@@ -285,3 +295,146 @@ def causes_of_dropout(copies: Sequence[str]) -> list[str]:
         "module a style that says what it works on"
         for name in copies[:1]
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What is known of a step that a strategy of Lightning's or of the user's took.
+
+    Attributes:
+        strategy: What took it, as in a sentence.
+        replicas: Number of parts of the batch.
+        draws: Whether the step draws random numbers besides dropout.
+        are_parts: Whether it equals the mean over the parts of the batch, each on one process.
+        is_own: Whether its gradients on rank 0 are those of the part of rank 0 alone.
+        norms: Names of the BatchNorm layers that take statistics of a part.
+        counts: What is counted in the parts -> how many each has, where that is unequal.
+        copies: Names of the parameters whose gradients differ between ranks that hold copies.
+        clips: Whether gradients are clipped by their norm.
+    """
+
+    strategy: str
+    replicas: int
+    draws: bool = False
+    are_parts: bool = False
+    is_own: bool = False
+    norms: Sequence[str] = ()
+    counts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    copies: Sequence[str] = ()
+    clips: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What came out of the proof of a step; `str` says it.
+
+    Attributes:
+        strategy: What took the step.
+        difference: What differs most; None: nothing, or it is not known.
+        causes: Likely causes with their cures, most likely first.
+        unknown: Why it is not known whether the step equals that of one process; empty: it is.
+        notes: What else was seen, or is not compared.
+    """
+
+    strategy: str
+    difference: Difference | None = None
+    causes: tuple[str, ...] = ()
+    unknown: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is known that the step differs from that of one process."""
+        return self.difference is not None or bool(self.causes)
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is known that the step equals that of one process."""
+        return not self.differs and not self.unknown
+
+    def __str__(self) -> str:
+        of = f"the first step of {self.strategy}"
+        if self.unknown:
+            lines = [f"{of} is not proved to equal that of one process: {self.unknown}."]
+        elif self.equal:
+            lines = [f"{of} equals that of one process."]
+        else:
+            what = self.difference or "copies of a gradient differ between ranks"
+            lines = [f"{of} differs from the same step on one process: {what}."]
+        if self.difference is not None:
+            lines.append(f"Compared: {_COMPARED[self.difference.kind]}")
+        lines += [f"Likely cause: {cause}" for cause in self.causes]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+
+def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterator[str]:
+    """Yield what may explain a step of another strategy that differs, and what it has to do.
+
+    Args:
+        difference: What differs most; None: only copies do.
+        found: What else is known.
+    """
+    kind = "gradient" if difference is None else difference.kind
+    if found.is_own or found.copies:
+        named = f" ({', '.join(found.copies[:3])})" if found.copies else ""
+        whose = ", and that of rank 0 is of its own samples" if found.is_own else ""
+        yield (
+            f"a missing all-reduce: gradients differ between ranks{named}{whose}. Every parameter "
+            "has to belong to what averages gradients, and the last backward before an update has "
+            "to run outside of no_sync() (require_backward_grad_sync=True)."
+        )
+    elif kind in ("loss", "gradient") and found.draws:
+        yield (
+            "random numbers besides dropout: one process draws others. Draw them where the data is "
+            "made, or from a generator that is seeded by the sample."
+        )
+    elif found.are_parts:
+        yield from _causes_of_parts(difference, found)
+    elif kind in ("loss", "gradient"):
+        by = f" by the factor {difference.factor:.4g}" if difference and difference.factor else ""
+        yield (
+            f"the strategy computes something else than the module{by}, and no mean over the parts "
+            f"of the batch on its {found.replicas} replicas: a style that takes a shard for the "
+            "whole, or leaves out or repeats a sum over ranks; or a sum of gradients where the "
+            "mean is needed."
+        )
+    elif kind == "handed" and found.clips:
+        yield (
+            "clipping by the norm of a shard: each rank divides by the norm of what it holds. The "
+            "squares of the norms have to be summed over the ranks first."
+        )
+    else:
+        yield (
+            "an optimizer or a hook that looks across parameters or at the number of ranks: each "
+            "rank holds a part. Use one that works entry by entry, or let it gather what it reads."
+        )
+
+
+def _causes_of_parts(difference: Difference | None, found: Elsewhere) -> Iterator[str]:
+    """Yield why the mean over the parts of a batch is not what the whole batch gives."""
+    got, wanted = (difference.got, difference.wanted) if difference else (0.0, 0.0)
+    if found.norms:
+        more = f" and {len(found.norms) - 1} more" if found.norms[1:] else ""
+        yield (
+            f"BatchNorm: {found.norms[0]}{more} normalizes over the samples of one rank, on one "
+            "process over the whole batch. Statistics have to be summed over the ranks: "
+            "Trainer(sync_batchnorm=True), or SyncBatchNorm."
+        )
+    elif math.isclose(got * found.replicas, wanted, rel_tol=1e-4):
+        yield (
+            "a sum over the samples, of which the strategy takes the mean over the ranks. Multiply "
+            f"the loss by their number, {found.replicas}, or let it be a mean."
+        )
+    else:
+        for what, counts in found.counts.items():
+            yield (
+                f"a mean of means: the ranks have {', '.join(map(str, counts))} {what}, but the "
+                "strategy averages their losses alike. Divide the sum of the losses of a rank by "
+                f"the mean number of {what} over the ranks, from an all-reduce."
+            )
+        if not found.counts:
+            yield (
+                "a loss that is no mean over samples that weigh alike: samples that are compared "
+                "with each other, statistics or products over the batch, weights of classes. Let "
+                "it gather over the ranks what it takes over the batch (all_gather with gradients)."
+            )

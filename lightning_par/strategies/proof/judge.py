@@ -40,7 +40,15 @@ from lightning_par.strategies.proof.parted_batch import part_batch, PartedBatch
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
-__all__ = ["REHEARSE", "CannotProveError", "Differs", "Judge", "agree", "numbers_of"]
+__all__ = [
+    "REHEARSE",
+    "CannotProveError",
+    "Differs",
+    "Judge",
+    "agree",
+    "numbers_of",
+    "tolerance_at",
+]
 
 REHEARSE = "rehearse"
 """Verdict: random numbers may be all that differs; a rehearsal without dropout tells."""
@@ -50,6 +58,19 @@ def numbers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, fl
     """Return the numbers of every group of parameters, such as learning rates."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [{n: v for n, v in g.items() if isinstance(v, bool | int | float)} for g in groups]
+
+
+def tolerance_at(precision: object, *dtypes: torch.dtype) -> Tolerance:
+    """Return the tolerance of losses and gradients.
+
+    Args:
+        precision: That of the Trainer.
+        dtypes: Of weights, and of what is sent.
+    """
+    name = str(precision)
+    is_bfloat16 = name.startswith("bf16") or "transformer" in name
+    more = [torch.bfloat16] * is_bfloat16 + [torch.float16] * name.startswith("16")
+    return tolerance_of(*dtypes, *more)
 
 
 class CannotProveError(Exception):
@@ -387,14 +408,9 @@ class Judge:
     def tolerance(self) -> Tolerance:
         """Of losses and gradients."""
         dtypes = [t.dtype for t in self.given.start.tensors.values()]
-        precision = str(self.model.module.trainer.precision)
         if self.options.reduce_dtype is not None:
             dtypes.append(self.options.reduce_dtype)
-        if precision.startswith("bf16") or "transformer" in precision:
-            dtypes.append(torch.bfloat16)
-        if precision.startswith("16"):
-            dtypes.append(torch.float16)
-        return tolerance_of(*dtypes)
+        return tolerance_at(self.model.module.trainer.precision, *dtypes)
 
     @property
     def step(self) -> str:

@@ -5,12 +5,8 @@ process looks like the only one; nothing that is global to it is changed afterwa
 """
 
 import functools
-import io
-import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, ExitStack, nullcontext, redirect_stderr
+from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -26,9 +22,9 @@ from torch import nn, Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.dtensor import local_part
 from lightning_par.engine.rng import (
     collect_random_states,
-    fork_all_rng,
     restore_random_states,
     states_alike,
 )
@@ -36,7 +32,7 @@ from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.observe.outside import outside_kept
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.proof.parted_batch import PartedBatch, run_parts
-from lightning_par.strategies.proof.silence import silent, without_sockets
+from lightning_par.strategies.proof.silence import single_process
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.proof.updates import (
     copies_of_gradients,
@@ -53,7 +49,6 @@ from lightning_par.upstream.tensor import count_of_changes, storage_key
 
 __all__ = ["GivenStep", "evaluate_alone", "run_alone"]
 
-_RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 _MODULE_HOOKS = ("prepare_data", "setup", "configure_model", "teardown", "on_exception")
 _HOOKS_BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 _BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
@@ -74,6 +69,7 @@ class GivenStep:
         gradients: What the mesh computed in every backward; taken over before hooks and optimizer
             see the own ones, so that an optimizer that divides by tiny gradients gives the same.
             None: the own ones stay.
+        after_hooks: Whether gradients are noted and taken over after `on_after_backward`.
         backwards: Number of backwards after which the run ends; None: after the whole step.
         prepare: Called with the whole copy of the module, right before its first step.
     """
@@ -84,6 +80,7 @@ class GivenStep:
     random_states: list[dict[str, Any]] = field(default_factory=list)
     gradients: Sequence[Mapping[str, Tensor] | None] | None = None
     handed: Sequence[Mapping[str, Tensor]] = ()
+    after_hooks: bool = False
     backwards: int | None = None
     prepare: Callable[[pl.LightningModule], None] = lambda _: None
 
@@ -135,7 +132,7 @@ class _Alone(SingleDeviceStrategy):
 
     def _note_updated(self) -> None:
         named = self._module.named_parameters()
-        self._record.updated = {name: p.detach().cpu().clone() for name, p in named}
+        self._record.updated = {name: local_part(p).cpu().clone() for name, p in named}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -150,8 +147,12 @@ class _Alone(SingleDeviceStrategy):
         module, plugin = self._module, self.precision_plugin
         loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(loss, module, optimizer, *args, **kwargs)
-        self._note(module, loss)
-        return plugin.post_backward(loss, module)
+        if not self._given.after_hooks:
+            self._note(module, loss)
+        loss = plugin.post_backward(loss, module)
+        if self._given.after_hooks:
+            self._note(module, loss)
+        return loss
 
     def whole(self, module: nn.Module | None = None, on: str = "every") -> Any:
         """Answer hooks that call `MeshStrategy.whole`: here the module is whole."""
@@ -197,6 +198,7 @@ def run_alone(
     originals: Mapping[int, str],
     device: torch.device,
     plugin: Precision | None = None,
+    world: dist.ProcessGroup | None = None,
 ) -> StepRecord:
     """Take a step on one process, and return what it computed.
 
@@ -207,10 +209,11 @@ def run_alone(
         originals: Id of every parameter of the user's module before the mesh -> its name.
         device: Device of this rank.
         plugin: Precision plugin; None: that of the user's `precision`.
+        world: See `single_process`.
     """
     record = StepRecord()
     try:
-        with _single_process(device, user), ExitStack() as stack:
+        with single_process(device, user.loggers, world), ExitStack() as stack:
             alone = _Alone(device, given, record, originals, user.optimizers)
             trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
@@ -251,7 +254,7 @@ def evaluate_alone(
     """
     record, user = EvaluationRecord(), on_mesh.trainer
     try:
-        with _single_process(device, user), ExitStack() as stack:
+        with single_process(device, user.loggers), ExitStack() as stack:
             trainer = _trainer_like(user, SingleDeviceStrategy(device), plugin)
             trainer.limit_val_batches = 1.0
             _continue(trainer, given.start)
@@ -394,7 +397,7 @@ def _prepare(
         done += 1
         if done == len(given.batches):
             named = (*module.named_parameters(), *module.named_buffers())
-            record.state = {name: tensor.detach().cpu().clone() for name, tensor in named}
+            record.state = {name: local_part(tensor).cpu().clone() for name, tensor in named}
             record.buffers = frozenset(name for name, _ in module.named_buffers())
             trained = (name for name, p in module.named_parameters() if p.requires_grad)
             record.trains = frozenset(trained)
@@ -425,7 +428,7 @@ def _refill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         given = tensors.get(name)
         if given is not None and given is not tensor and tensor.shape == given.shape:
-            tensor.copy_(given)
+            local_part(tensor).copy_(given)
 
 
 def _leave_out_begin(module: pl.LightningModule) -> None:
@@ -478,24 +481,4 @@ def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
                 begin = part.register_forward_pre_hook(partial(enter, place))
                 hooks.callback(begin.remove)
                 hooks.callback(part.register_forward_hook(partial(leave, place)).remove)
-        yield
-
-
-@contextmanager
-def _single_process(device: torch.device, user: pl.Trainer) -> Iterator[None]:
-    """Inside, nothing says that this process is one of several, and nothing is told the user."""
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(fork_all_rng(device))
-        stack.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.CRITICAL)
-        stack.enter_context(silent(user.loggers))
-        stack.enter_context(redirect_stderr(io.StringIO()))
-        stack.enter_context(without_sockets())
-        hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
-        stack.callback(os.environ.update, hidden)
-        stack.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
-        dist.group.WORLD = None
-        stack.enter_context(torch.enable_grad())
         yield

@@ -2,20 +2,27 @@
 
 import io
 import logging
+import os
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, ExitStack, redirect_stdout
+from contextlib import contextmanager, ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_par.engine.rng import fork_all_rng
 from lightning_par.strategies.components.step_writes import logger_like, NO_RANK
 from lightning_par.strategies.start.files_aside import files_aside
 from lightning_par.upstream.functions import replaced
 
-__all__ = ["silent", "without_sockets"]
+__all__ = ["silent", "single_process"]
+
+_RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 
 
 @contextmanager
@@ -53,7 +60,36 @@ def _silent_class(kind: type) -> type:
 
 
 @contextmanager
-def without_sockets() -> Iterator[None]:
+def single_process(
+    device: torch.device, loggers: Sequence[Any] = (), world: dist.ProcessGroup | None = None
+) -> Iterator[None]:
+    """Inside, nothing says that this process is one of several, and nothing is told the user.
+
+    Args:
+        device: That of this rank.
+        loggers: Those of the user's Trainer.
+        world: A group of this rank alone, over which collectives go; None: torch.distributed is
+            not initialized.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(fork_all_rng(device))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        stack.enter_context(silent(loggers))
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(_without_sockets())
+        hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
+        stack.callback(os.environ.update, hidden)
+        stack.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
+        dist.group.WORLD = world
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+@contextmanager
+def _without_sockets() -> Iterator[None]:
     """Inside, what this thread sends through a socket is an error: it was sent on the mesh already.
 
     To drop it would leave a client waiting for an answer.

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.dtensor import like_parameter
@@ -141,8 +142,8 @@ class Skeleton:
             if isinstance(held, Dataset | DataLoader | pl.LightningDataModule):
                 memo[id(held)] = held
         for part in module.modules():  # as metrics have one, after a run on another mesh
-            groups = (held for held in vars(part).values() if isinstance(held, dist.ProcessGroup))
-            memo |= {id(group): None for group in groups}
+            held = (h for h in vars(part).values() if isinstance(h, dist.ProcessGroup | DeviceMesh))
+            memo |= {id(group): None for group in held}
         made: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in module.parameters():
             on_meta = like_parameter(parameter, torch.empty_like(parameter, device="meta"))

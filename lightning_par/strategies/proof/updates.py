@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
 from torch.optim import Optimizer
 
+from lightning_par.dtensor import local_part
 from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.proof.gathering import (
     gather_gradients,
@@ -62,12 +63,14 @@ class NotedUpdates:
         self._noted.updated = gather_parameters(self._model)
 
 
-def watch_steps(plugin: Precision, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call a function right before every optimizer updates, and one right after, from now on.
+def watch_steps(
+    plugin: Precision, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call a function right before every optimizer updates, and one right after, from now on, and
+    return what ends that.
 
     Args:
-        plugin: Runs the hooks and the clipping before an update, and then the update; it is not
-            used for anything else afterwards.
+        plugin: Runs the hooks and the clipping before an update, and then the update.
         before: Called once hooks and clipping are through.
         after: Called before hooks that follow.
     """
@@ -83,8 +86,15 @@ def watch_steps(plugin: Precision, before: Callable[[], None], after: Callable[[
 
         vars(plugin)[name] = called
 
-    call_behind("_after_closure", before)
-    call_behind("optimizer_step", after)
+    calls = {"_after_closure": before, "optimizer_step": after}
+    for name, function in calls.items():
+        call_behind(name, function)
+
+    def end() -> None:
+        for name in calls:
+            vars(plugin).pop(name, None)
+
+    return end
 
 
 def with_gradients(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -94,14 +104,14 @@ def with_gradients(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def copies_of_gradients(named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """Return copies of their gradients on the CPU."""
-    return {n: p.grad.detach().cpu().clone() for n, p in named}  # type: ignore[union-attr]
+    return {n: local_part(p.grad).cpu().clone() for n, p in named}  # type: ignore[arg-type]
 
 
 def take_over(given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Put the numbers of the mesh in the place of the own gradients."""
     for name, parameter in named:
         if name in given:
-            parameter.grad.copy_(given[name])  # type: ignore[union-attr]
+            local_part(parameter.grad).copy_(given[name])  # type: ignore[arg-type]
 
 
 def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]] | None) -> bool:

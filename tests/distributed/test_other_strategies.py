@@ -1,0 +1,320 @@
+"""`FirstStepProof`: Lightning's strategies against one process, with the cause of what differs."""
+
+import random
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.other_strategies import judge
+from lightning_par import Hybrid3DStrategy
+from lightning_par.callbacks import FirstStepProof
+from lightning_par.errors import ConfigurationError, VerificationError
+from lightning_par.observe.whole_tensors import whole_tensors
+from tests.support.models.other_strategies import divided, MODULES, STRATEGIES, strategy_named
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import ranks, run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+AVERAGING = ["DDP", "FSDP", "ModelParallel, fully_shard"]
+
+
+def report_of(module: str, strategy: str) -> Any:
+    """Return the report, which all ranks have alike."""
+    one, other = run_ranks(judge, 2, module, strategy, timeout=120)
+    assert str(one) == str(other)
+    return one
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("module", ["GPT", "dropout", "accumulation"])
+def test_a_healthy_module_is_equal(module: str, strategy: str) -> None:
+    report = report_of(module, strategy)
+    assert report.equal, str(report)
+    name = type(strategy_named(strategy)).__name__
+    assert f"the first step of {name} on 2 ranks equals that of one process." in str(report)
+
+
+@pytest.mark.parametrize("module", ["two steps by hand", "clipping", "AdamW"])
+def test_hooks_clipping_and_manual_steps_are_followed(module: str) -> None:
+    assert report_of(module, "DDP").equal
+
+
+CAUSES = {
+    "BatchNorm": "BatchNorm: net.statistics normalizes over the samples of one rank",
+    "unequal labels": "a mean of means: the ranks have 27, 34 labels",
+    "contrastive": "a loss that is no mean over samples that weigh alike",
+    "sum over samples": "a sum over the samples, of which the strategy takes the mean",
+    "noise": "random numbers besides dropout",
+}
+
+
+@pytest.mark.parametrize("strategy", AVERAGING)
+@pytest.mark.parametrize("module", ["BatchNorm", "unequal labels"])
+def test_a_loss_that_is_no_mean_over_parts_is_told(module: str, strategy: str) -> None:
+    report = report_of(module, strategy)
+    assert not report.equal
+    assert report.difference.kind == "loss"
+    assert [cause[: len(CAUSES[module])] for cause in report.causes] == [CAUSES[module]]
+
+
+@pytest.mark.parametrize("module", sorted(CAUSES))
+def test_each_cause_is_told_under_ddp_and_is_none_under_tensor_parallelism(module: str) -> None:
+    (cause,) = report_of(module, "DDP").causes
+    assert cause.startswith(CAUSES[module])
+    assert report_of(module, "ModelParallel, tensor").equal
+
+
+class ForgetsToReduce(DDPStrategy):
+    """Takes every forward in `no_sync`."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not None
+        with self.model.no_sync():  # type: ignore[operator]
+            return super().training_step(*args, **kwargs)
+
+
+class LeavesOneOut(DDPStrategy):
+    """Averages all gradients but that of the head's bias on rank 1, which rank 0 does not see."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(*args, **kwargs)
+        assert isinstance(self.lightning_module, PlainModule)
+        if self.global_rank == 1:
+            bias = self.lightning_module.net.head.bias
+            assert bias.grad is not None
+            bias.grad *= 2
+        return loss
+
+
+class Sums(DDPStrategy):
+    """Sums gradients where the mean is needed."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        hooks = [p.register_hook(lambda grad: grad * 2) for p in module.parameters()]
+        try:
+            return super().backward(loss, *args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def fit(module: Any, strategy: Any, world: int, callbacks: Any, **options: Any) -> pl.Trainer:
+    warnings.simplefilter("ignore")
+    data = options.pop("data", None) or DataLoader(token_pairs(), 4)
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        **{"max_steps": 1, **options},
+    )
+    trainer.fit(module, data)
+    return trainer
+
+
+FAULTY: dict[str, tuple[Any, str | None, str, str]] = {
+    "forgets to reduce": (ForgetsToReduce, "gradient", "a missing all-reduce", "net.emb.weight"),
+    "leaves one out": (LeavesOneOut, None, "a missing all-reduce", "net.head.bias"),
+    "sums": (Sums, "gradient", "the strategy computes something else", "by the factor 2"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_fault_of_a_strategy_of_the_users_is_told(rank: int, world: int, name: str) -> None:
+    seed_everything(0, verbose=False)
+    proof = FirstStepProof(on_difference="raise")
+    kind, differing, cause, named = FAULTY[name]
+    with pytest.raises(VerificationError, match=cause) as caught:
+        fit(PlainModule(), kind(), world, [proof])
+    assert caught.value.code == "LP801"
+    assert proof.report is not None
+    found = proof.report.difference
+    assert (None if found is None else found.kind) == differing
+    assert proof.report.causes[0].startswith(cause)
+    assert named in str(proof.report)
+
+
+class Traces(Callback):
+    """Notes losses and the states of generators, and what hooks see of the module."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.found.append(float(trainer.callback_metrics["loss"]))
+        self.found.append((torch.rand(1).item(), random.random(), float(np.random.rand())))
+
+
+CALLS: list[str] = []
+"""Outside of the module: the step on one process calls its hooks once more."""
+
+
+class Counting(PlainModule):
+    """Drops, and counts its hooks in itself and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.register_buffer("seen", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.seen += 1
+        logits = torch.nn.functional.dropout(self.net(x), 0.3, self.training)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.calls.append("start")
+        CALLS.append("start")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.calls.append("before")
+        CALLS.append("before")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_run_is_the_same_bit_by_bit(rank: int, world: int, name: str) -> None:
+    found = []
+    for proves in (False, True):
+        seed_everything(rank, verbose=False)
+        torch.manual_seed(0)
+        CALLS.clear()
+        module = Counting()
+        if name.startswith("ModelParallel"):
+            divided(module)
+        traces, proof = Traces(), FirstStepProof()
+        torch.manual_seed(rank)
+        trainer = fit(
+            module,
+            strategy_named(name),
+            world,
+            [traces, proof] if proves else [traces],
+            max_steps=3,
+        )
+        weights = whole_tensors(module, within=trainer.strategy.model, buffers=True)
+        found.append((traces.found, module.calls, list(CALLS), weights))
+        if proves:
+            assert proof.report is not None
+            assert proof.report.equal or "draws random numbers" in proof.report.unknown
+    one, other = found
+    assert one[:3] == other[:3]
+    assert len(one[2]) == 6
+    assert one[3].keys() == other[3].keys()
+    assert all(torch.equal(one[3][key], other[3][key]) for key in one[3])
+
+
+@ranks(2)
+def test_what_cannot_be_compared_is_said(rank: int, world: int) -> None:
+    class Uncopied(PlainModule):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("no copies of this")
+
+    seed_everything(0, verbose=False)
+    proof = FirstStepProof(on_difference="raise")
+    fit(Uncopied(), DDPStrategy(), world, [proof])
+    assert proof.report is not None
+    assert "the module cannot be copied (TypeError: no copies of this)" in str(proof.report)
+    assert not proof.report.equal
+    assert not proof.report.differs
+
+
+class Still(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * 0
+
+
+@ranks(2)
+def test_a_step_that_shows_nothing_is_not_called_equal(rank: int, world: int) -> None:
+    proof = FirstStepProof()
+    fit(Still(), DDPStrategy(), world, [proof])
+    assert proof.report is not None
+    assert proof.report.unknown == "all of its gradients are zero"
+
+
+@ranks(2)
+def test_a_fit_that_goes_on_says_that_the_update_is_not_compared(rank: int, world: int) -> None:
+    seed_everything(0, verbose=False)
+    proof = FirstStepProof()
+    trainer = fit(PlainModule(), DDPStrategy(), world, [proof])
+    assert proof.report is not None
+    assert not proof.report.notes
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(PlainModule(), DataLoader(token_pairs(), 4))
+    assert proof.report.equal
+    assert "the update, which continues loaded states, is not compared" in proof.report.notes
+
+
+class Seeded(Callback):
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        torch.manual_seed(trainer.global_rank)
+
+
+@ranks(2)
+@pytest.mark.parametrize("shared", [False, True])
+def test_replicas_with_the_same_samples_or_random_numbers_are_noted(
+    rank: int, world: int, shared: bool
+) -> None:
+    seed_everything(0, verbose=False)
+    module, proof = MODULES["dropout"].make(), FirstStepProof()
+    callbacks = [proof] if shared else [proof, Seeded()]
+    fit(module, DDPStrategy(), world, callbacks, use_distributed_sampler=not shared)
+    assert proof.report is not None
+    assert proof.report.equal
+    notes = " ".join(proof.report.notes)
+    assert ("replicas have the same batch" in notes) == shared
+    assert ("dropout masks repeat" in notes) == shared
+
+
+@ranks(2)
+def test_samples_that_an_evaluation_repeats_are_told(rank: int, world: int) -> None:
+    class Validated(PlainModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch), sync_dist=True)
+
+    trainer = quiet_trainer(devices=world, strategy=DDPStrategy(), callbacks=[FirstStepProof()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(Validated(), DataLoader(token_pairs(7), 2), verbose=False)
+        trainer.validate(Validated(), DataLoader(token_pairs(8), 2), verbose=False)
+    told = [str(w.message) for w in caught if "counts" in str(w.message)]
+    assert len(told) == (1 if rank == 0 else 0)
+    assert all("validation counts 1 of 7 samples twice" in text for text in told)
+
+
+def test_strategies_of_this_package_and_other_words_are_refused() -> None:
+    trainer = quiet_trainer(
+        devices=1, strategy=Hybrid3DStrategy(), callbacks=[FirstStepProof()], max_steps=1
+    )
+    with pytest.raises(
+        ConfigurationError, match="Hybrid3DStrategy proves its steps itself"
+    ) as ours:
+        trainer.fit(PlainModule(), DataLoader(token_pairs(), 4))
+    assert ours.value.code == "LP808"
+    with pytest.raises(ConfigurationError, match="on_difference='stop': use 'warn' or 'raise'"):
+        FirstStepProof(on_difference="stop")  # type: ignore[arg-type]
+
+
+def test_one_device_is_equal() -> None:
+    proof = FirstStepProof(on_difference="raise")
+    fit(PlainModule(), "auto", 1, [proof])
+    assert proof.report is not None
+    assert proof.report.equal
+    assert "SingleDeviceStrategy on 1 rank equals" in str(proof.report)
