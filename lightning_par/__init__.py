@@ -27,7 +27,9 @@ __all__ = [
     "ZeROOffloadStrategy",
     "__version__",
     "attention",
+    "capture",
     "check_plan",
+    "compare",
     "infer_plan",
     "linear_cross_entropy",
     "load_from_checkpoint",
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     )
     from lightning_par.strategies.components.load_module import load_from_checkpoint
     from lightning_par.strategies.memory_estimate import memory_estimate
-    from lightning_par.verification import verify
+    from lightning_par.verification import capture, compare, verify
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
     _EXPORTS = {
@@ -81,7 +83,9 @@ else:
         "TensorParallelStrategy": "strategies",
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
+        "capture": "verification",
         "check_plan": "plan.resolved_plan",
+        "compare": "verification",
         "memory_estimate": "strategies.memory_estimate",
         "linear_cross_entropy": "engine.tensor.chunked_logits",
         "load_from_checkpoint": "strategies.components.load_module",

@@ -72,13 +72,14 @@ def whole_tensors(
         return copies
 
 
-def norms_of_copies(module: nn.Module) -> dict[str, float]:
+def norms_of_copies(module: nn.Module, within: nn.Module | None = None) -> dict[str, float]:
     """Return the norms of the gradients of which every rank holds a copy; others are left out.
 
     Args:
         module: The user's module.
+        within: The wrapper around it, if there is one.
     """
-    if _is_fsdp(module):
+    if _is_fsdp(module if within is None else within):
         return {}
     named = ((clean_name(name), p.grad) for name, p in module.named_parameters())
     copies = {n: g for n, g in named if g is not None and not isinstance(g, DTensor)}

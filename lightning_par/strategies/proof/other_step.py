@@ -10,7 +10,7 @@ as it is, and this one with the whole batch without dropout.
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -128,10 +128,9 @@ class OtherStep:
         copies, is_own = self._differing_copies(), False
         if difference is None and not copies:
             return StepReport(strategy=self.strategy, notes=tuple(self.notes))
-        if difference is not None and difference.kind in ("gradient", "handed"):
-            is_own = (
-                len(batches[0]) > 1 and self._measure(self.noted, self._part(batches, 0)) is None
-            )
+        if difference is not None and difference.kind == "gradient" and len(batches[0]) > 1:
+            step, part = (replace(r, losses=[]) for r in (self.noted, self._part(batches, 0)))
+            is_own = self._measure(step, part) is None
         found = Elsewhere(
             strategy=self.strategy,
             replicas=len(batches[0]),

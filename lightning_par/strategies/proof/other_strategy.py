@@ -205,7 +205,7 @@ class StrategyProof:
         accumulates = is_accumulating(self._trainer)
         self._noted.gradients.append(None if accumulates else self._whole(gradients=True))
         if not accumulates:
-            self._copies = gather_all(norms_of_copies(self._module))
+            self._copies = gather_all(norms_of_copies(self._module, self._trainer.strategy.model))
         return result
 
     def _note_handed(self) -> None:
