@@ -113,6 +113,7 @@ def configure(
     on_meta: bool,
     on_cpu: bool = False,
     plugins: Sequence[Any] = (),
+    any_strategy: bool = False,
 ) -> ConfiguredRun:
     """Build the model, data and Trainer that ``lightning-par fit`` would run.
 
@@ -122,13 +123,15 @@ def configure(
         on_cpu: Whether the Trainer is one for the CPU, if the number of devices is configured: on
             the CPU there may be any number, and devices of another machine need not exist here.
         plugins: More plugins of the Trainer.
+        any_strategy: Whether the Trainer may have a strategy that is not of this package.
 
     Raises:
         ConfigurationError: The Trainer's strategy is not one of this package; or it is for devices
             that this machine lacks, and nothing says how many.
     """
     run = ConfiguredRun(arguments, on_meta=on_meta, on_cpu=on_cpu, plugins=plugins)
-    _ = run.strategy  # raises where it is another's
+    if not any_strategy:
+        _ = run.strategy  # raises where it is another's
     return run
 
 

@@ -52,17 +52,22 @@ def run_rank(make: Make, sizes: ParallelSizes, rank: int) -> tuple[Trace, Trace 
 
 
 def run_ranks(
-    make: Make, sizes: ParallelSizes, *, timeout: float
+    make: Callable[..., Any],
+    sizes: ParallelSizes,
+    *,
+    timeout: float,
+    body: Callable[..., tuple[Trace, Trace | None]] = run_rank,
 ) -> list[tuple[Trace, Trace | None]]:
     """Trace the steps in new processes, one per rank.
 
     Args:
-        make: Picklable function that returns a new subject.
+        make: Picklable function that returns a new subject, or what else `body` takes.
         sizes: Mesh sizes.
         timeout: Seconds without any answer, or step, after which the processes are terminated.
+        body: What each rank runs; picklable.
 
     Returns:
-        The traces of `run_rank`, in the order of the ranks; a rank that failed has an `error`.
+        The traces of `body`, in the order of the ranks; a rank that failed has an `error`.
     """
     # Not fork: threads and CUDA of the caller do not survive it.
     context = multiprocessing.get_context("spawn")
@@ -72,7 +77,7 @@ def run_ranks(
         processes, ends = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, make, sizes, rank, store)
+            arguments = (theirs, body, make, sizes, rank, store)
             process = context.Process(target=_worker_main, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that the death of the worker is an end of file here
@@ -121,7 +126,14 @@ def _told(end: Connection, *_: object) -> Iterator[Advance]:
     yield lambda count: end.send_bytes(pickle.dumps(count))
 
 
-def _worker_main(end: Connection, make: Make, sizes: ParallelSizes, rank: int, store: str) -> None:
+def _worker_main(
+    end: Connection,
+    body: Callable[..., tuple[Trace, Trace | None]],
+    make: Callable[..., Any],
+    sizes: ParallelSizes,
+    rank: int,
+    store: str,
+) -> None:
     world = sizes.world_size
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     # The rendezvous is the file `store`; Lightning only checks that these are set.
@@ -133,7 +145,7 @@ def _worker_main(end: Connection, make: Make, sizes: ParallelSizes, rank: int, s
         # Before the Trainer, which then makes none.
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
         with showing(partial(_told, end)), counted("steps", "", None if rank == 0 else 0):
-            answer = run_rank(make, sizes, rank)
+            answer = body(make, sizes, rank)
     except BaseException as error:
         answer = Trace(error=describe_error(error)), None
     # Pickled here: the pickler of torch.multiprocessing sends handles of tensors in shared memory,

@@ -25,6 +25,7 @@ from lightning_par.observe.report import StepRecord
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.presets import Hybrid3DStrategy
+from lightning_par.strategies.proof.causes import StepReport
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
 
@@ -61,6 +62,7 @@ class Trace:
         unstyled: FQNs of the parameters that no pattern of the plan's tensor styles matches.
         styles: FQN of a module -> its tensor style.
         ties: FQN of every parameter -> FQN under which one process lists it (tied weights).
+        report: What came out of the proof of another strategy's step.
         error: Error with which the run ended; None: it finished.
     """
 
@@ -71,6 +73,7 @@ class Trace:
     unstyled: tuple[str, ...] = ()
     styles: dict[str, str] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    report: StepReport | None = None
     error: str | None = None
 
 

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import FirstStepProof
 from lightning_par.errors import ConfigurationError, VerificationError
 from lightning_par.observe.whole_tensors import whole_tensors
+from tests.support.cli_scripts import command
 from tests.support.models.other_strategies import divided, MODULES, STRATEGIES, strategy_named
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
@@ -318,3 +320,42 @@ def test_one_device_is_equal() -> None:
     assert proof.report is not None
     assert proof.report.equal
     assert "SingleDeviceStrategy on 1 rank equals" in str(proof.report)
+
+
+RUN = """
+model: tests.support.models.other_strategies.{model}
+data: tests.support.models.other_strategies.Pairs
+trainer: {{accelerator: cpu, devices: 2, strategy: {strategy}}}
+"""
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize(
+    ("strategy", "model", "said"),
+    [
+        (
+            "{class_path: tests.support.models.other_strategies.CPUFSDPStrategy}",
+            "PlainModule",
+            "the first step of CPUFSDPStrategy on 2 ranks equals that of one process",
+        ),
+        ("ddp", "Normalizing", "Likely cause: BatchNorm: net.statistics"),
+        (
+            "{class_path: ModelParallelStrategy}",
+            "PlainModule",
+            "not equal: the run failed: TypeError",
+        ),
+    ],
+)
+def test_verify_takes_any_strategy(
+    strategy: str,
+    model: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(RUN.format(strategy=strategy, model=model))
+    status, out, _ = command(monkeypatch, capsys, "verify", f"--config={config}")
+    assert said in out
+    assert status == (0 if "equals" in said else 1)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn, Tensor
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from tests.support.models.plain_language_model import (
     NormalizedNet,
@@ -20,7 +22,16 @@ from tests.support.models.plain_language_model import (
 )
 from tests.support.models.toy_gpt import Block, ToyData, ToyModule
 
-__all__ = ["MODULES", "STRATEGIES", "CPUFSDPStrategy", "Subject", "divided", "strategy_named"]
+__all__ = [
+    "MODULES",
+    "STRATEGIES",
+    "CPUFSDPStrategy",
+    "Normalizing",
+    "Pairs",
+    "Subject",
+    "divided",
+    "strategy_named",
+]
 
 
 class CPUFSDPStrategy(FSDPStrategy):
@@ -164,6 +175,16 @@ class Balanced(PlainModule):
         return loss + (shares * chosen.to(shares)).sum() * 64
 
 
+class Normalizing(PlainModule):
+    def __init__(self) -> None:
+        super().__init__(NormalizedNet())
+
+
+class Pairs(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(token_pairs(), 4)
+
+
 def uneven_pairs() -> list[tuple[Tensor, Tensor]]:
     """Samples of which every other one has labels that do not count."""
     pairs = token_pairs()
@@ -194,7 +215,7 @@ MODULES: dict[str, Subject] = {
     "GPT, labels ignored": Subject(make=lambda: ToyModule(), samples=lambda: ToyData(16, True)),
     "dropout": Subject(make=Dropping),
     "InstanceNorm": Subject(make=Instances),
-    "BatchNorm": Subject(make=lambda: PlainModule(NormalizedNet())),
+    "BatchNorm": Subject(make=Normalizing),
     "unequal labels": Subject(samples=uneven_pairs),
     "class weights": Subject(make=ClassWeights),
     "contrastive": Subject(make=Contrastive),
