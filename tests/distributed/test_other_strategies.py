@@ -11,8 +11,10 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.other_strategies import judge
@@ -22,7 +24,7 @@ from lightning_par.errors import ConfigurationError, VerificationError
 from lightning_par.observe.whole_tensors import whole_tensors
 from tests.support.cli_scripts import command
 from tests.support.models.other_strategies import divided, MODULES, STRATEGIES, strategy_named
-from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import ranks, run_ranks
 
@@ -221,6 +223,38 @@ def test_the_run_is_the_same_bit_by_bit(rank: int, world: int, name: str) -> Non
     assert len(one[2]) == 6
     assert one[3].keys() == other[3].keys()
     assert all(torch.equal(one[3][key], other[3][key]) for key in one[3])
+
+
+class MadeLate(PlainModule):
+    """Makes its layers where it divides them, also over a mesh of one rank, and on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        with torch.device("meta"):
+            self.net = PlainNet()
+        mesh = self.device_mesh
+        assert mesh is not None
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in self.net.blocks:
+            parallelize_module(block.mlp, mesh["tensor_parallel"], styles)
+        fully_shard(self.net, mesh=mesh["data_parallel"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_layers_that_are_made_late_are_compared(
+    rank: int, world: int, sizes: tuple[int, int]
+) -> None:
+    seed_everything(0, verbose=False)
+    proof = FirstStepProof()
+    fit(MadeLate(), ModelParallelStrategy(*sizes), world, [proof])
+    assert proof.report is not None
+    assert proof.report.equal, str(proof.report)
 
 
 @ranks(2)

@@ -70,7 +70,9 @@ def divided(module: Any) -> Any:
 
     def configure_model(self: Any) -> None:
         mesh = self.device_mesh
-        for block in getattr(getattr(self, "net", None), "blocks", ()):
+        is_tensor_parallel = mesh["tensor_parallel"].size() > 1
+        blocks = getattr(getattr(self, "net", None), "blocks", ())
+        for block in blocks if is_tensor_parallel else ():
             styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block.mlp, mesh["tensor_parallel"], styles)
         if mesh["data_parallel"].size() > 1:
