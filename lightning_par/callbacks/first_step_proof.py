@@ -1,6 +1,5 @@
 """`FirstStepProof`: proves the first step of any strategy of Lightning's or of the user's."""
 
-import logging
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,8 +15,6 @@ from lightning_par.strategies.proof.causes import StepReport
 from lightning_par.strategies.proof.other_strategy import StrategyProof
 
 __all__ = ["FirstStepProof"]
-
-_logger = logging.getLogger(__name__)
 
 
 class FirstStepProof(Callback):
@@ -93,7 +90,15 @@ class FirstStepProof(Callback):
         _warn_of_repeats(trainer.test_dataloaders, "test")
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def on_exception(self, *_: Any) -> None:
+        self._let_go()
+
+    @override
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Put the methods of the strategy back, of a run that ends before its first step does."""
         if self._proof is not None:
             self._proof.close()
             self._proof = None

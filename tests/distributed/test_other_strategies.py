@@ -217,7 +217,10 @@ def test_the_run_is_the_same_bit_by_bit(rank: int, world: int, name: str) -> Non
         found.append((traces.found, module.calls, list(CALLS), weights))
         if proves:
             assert proof.report is not None
-            assert proof.report.equal or "draws random numbers" in proof.report.unknown
+            # Dropout of a tensor-parallel rank is not that of one process.
+            unknown = "it draws random numbers" if name == "ModelParallel, tensor" else ""
+            assert proof.report.unknown.startswith(unknown)
+            assert proof.report.equal == (not unknown)
     one, other = found
     assert one[:3] == other[:3]
     assert len(one[2]) == 6
@@ -346,6 +349,21 @@ def test_strategies_of_this_package_and_other_words_are_refused() -> None:
     assert ours.value.code == "LP808"
     with pytest.raises(ConfigurationError, match="on_difference='stop': use 'warn' or 'raise'"):
         FirstStepProof(on_difference="stop")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_fails_in_its_first_step_leaves_the_strategy_as_it_was() -> None:
+    class Failing(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            raise KeyError("no such entry")
+
+    proof = FirstStepProof()
+    trainer = quiet_trainer(devices=1, strategy="auto", callbacks=[proof], max_steps=1)
+    before = set(vars(trainer.strategy)), set(vars(trainer.precision_plugin))
+    with pytest.raises(KeyError, match="no such entry"):
+        trainer.fit(Failing(), DataLoader(token_pairs(), 4))
+    assert (set(vars(trainer.strategy)), set(vars(trainer.precision_plugin))) == before
+    assert proof.report is None
 
 
 def test_one_device_is_equal() -> None:
