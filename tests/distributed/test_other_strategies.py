@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from benchmarks.other_strategies import judge
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import FirstStepProof
+from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError, VerificationError
 from lightning_par.observe.whole_tensors import whole_tensors
 from tests.support.cli_scripts import command
@@ -150,6 +151,59 @@ def test_a_fault_of_a_strategy_of_the_users_is_told(rank: int, world: int, name:
     assert (None if found is None else found.kind) == differing
     assert proof.report.causes[0].startswith(cause)
     assert named in str(proof.report)
+
+
+class ClipsShards(PlainModule):
+    """Clips by the norm of what a rank holds."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        parts = [local_part(p.grad) for p in self.parameters() if p.grad is not None]
+        norm = torch.stack([part.norm() for part in parts]).norm()
+        for part in parts:
+            part.mul_(0.05 / norm)
+
+
+class ByNorm(torch.optim.SGD):
+    """Divides each gradient by the norm of what a rank holds of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                part = local_part(parameter.grad)
+                local_part(parameter).sub_(part / (part.norm() + 1e-3))
+        return loss
+
+
+class StepsByNorm(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return ByNorm(self.parameters(), lr=0.1)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "differing", "cause"),
+    [
+        (ClipsShards, "handed", "clipping by the norm of a shard"),
+        (StepsByNorm, "weight", "an optimizer or a hook that looks across parameters"),
+    ],
+)
+def test_what_looks_at_a_shard_is_told(
+    rank: int, world: int, kind: Any, differing: str, cause: str
+) -> None:
+    seed_everything(0, verbose=False)
+    proof = FirstStepProof()
+    strategy = strategy_named("ModelParallel, fully_shard")
+    options = {"gradient_clip_val": 0.05} if kind is ClipsShards else {}
+    fit(divided(kind()), strategy, world, [proof], **options)
+    assert proof.report is not None
+    assert proof.report.difference is not None
+    assert proof.report.difference.kind == differing
+    assert proof.report.causes[0].startswith(cause)
 
 
 class Traces(Callback):
