@@ -1,4 +1,7 @@
-"""Records the operators of a step by the part of a model that calls them: see `block_trace`."""
+"""Records the operators of a step by the part of a model that calls them: see `block_trace`.
+
+Length: every kind of operator adds to the same part, and asks for the same regions and tensors.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -69,8 +69,8 @@ class ChunkedLogits(VocabShardedLogits):
     weight: Tensor
     bias: Tensor | None
     options: LossOptions
-    _kind = "are computed in chunks"
-    _other = "use whole ones (chunked_loss=False)"
+    what = "are computed in chunks"
+    instead = "use whole ones (chunked_loss=False)"
 
     @staticmethod
     def make(
@@ -103,7 +103,8 @@ class ChunkedLogits(VocabShardedLogits):
         made.options, made.group, made.vocab_dim = options, group, dim
         return made
 
-    def _with(self, vocab_dim: int, **changes: Any) -> "ChunkedLogits":
+    def changed(self, vocab_dim: int, **changes: Any) -> "ChunkedLogits":
+        """Return other logits of the same head: `changes` are arguments of `make`."""
         with plain_functions():
             size, dtype = self.shape[self.vocab_dim], self.dtype
         held: dict[str, Any] = {
@@ -117,7 +118,7 @@ class ChunkedLogits(VocabShardedLogits):
 
     def like(self, local: Tensor, vocab_dim: int = -1) -> "ChunkedLogits":
         """Return the same logits in another shape."""
-        return self._with(vocab_dim, hidden=local)
+        return self.changed(vocab_dim, hidden=local)
 
     def sharded(self, size: int, group: Any) -> "ChunkedLogits":
         """Return logits of which these are the columns of this rank.
@@ -126,7 +127,7 @@ class ChunkedLogits(VocabShardedLogits):
             size: V.
             group: The tensor-parallel ranks.
         """
-        return self._with(self.vocab_dim, size=size, group=group)
+        return self.changed(self.vocab_dim, size=size, group=group)
 
     @property
     def tokens_at_once(self) -> int:
@@ -171,11 +172,11 @@ class ChunkedLogits(VocabShardedLogits):
             with plain_functions():
                 cast = func(torch.empty(0, dtype=self.dtype, device=self.device), *rest, **kwargs)
             is_here = cast.device == self.local.device
-            return self._with(self.vocab_dim, dtype=cast.dtype) if is_here else NotImplemented
+            return self.changed(self.vocab_dim, dtype=cast.dtype) if is_here else NotImplemented
         if func is Tensor.detach:
             held = self.local.detach(), self.weight.detach()
             bias = None if self.bias is None else self.bias.detach()
-            return self._with(self.vocab_dim, hidden=held[0], weight=held[1], bias=bias)
+            return self.changed(self.vocab_dim, hidden=held[0], weight=held[1], bias=bias)
         if func in (Tensor.clone, Tensor.contiguous):
             return self.like(self.local, self.vocab_dim)
         if func is F.cross_entropy:

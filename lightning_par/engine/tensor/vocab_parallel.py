@@ -146,8 +146,8 @@ class VocabShardedLogits(Tensor):
     local: Tensor
     group: dist.ProcessGroup
     vocab_dim: int
-    _kind = "are sharded over the vocabulary"
-    _other = "give the head the style 'colwise_gather_output'"
+    what = "are sharded over the vocabulary"
+    instead = "give the head the style 'colwise_gather_output'"
 
     @staticmethod
     def wrap(
@@ -246,9 +246,9 @@ def _refuse_change(func: Callable[..., Any], logits: VocabShardedLogits) -> None
     if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
         raise ConfigurationError(
             "LP317",
-            f"{name} would change logits that {logits._kind} in place. Use the "
+            f"{name} would change logits that {logits.what} in place. Use the "
             "version that returns a new tensor (masked_fill instead of masked_fill_, torch.where "
-            f"instead of an assignment), or {logits._other}.",
+            f"instead of an assignment), or {logits.instead}.",
         )
 
 

@@ -314,13 +314,14 @@ def _continue(trainer: pl.Trainer, start: StartValues) -> None:
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.global_step
     loop.manual_optimization.optim_step_progress.total.completed = start.global_step
-    reset, batches = loop.reset, loop.batch_progress.current
+    reset: Callable[[], None] = loop.reset
+    batches: Any = loop.batch_progress.current
 
     def reset_to_start() -> None:
         reset()  # to 0
         batches.ready = batches.started = batches.processed = batches.completed = start.batch
 
-    vars(loop)["reset"] = reset_to_start
+    loop.__dict__["reset"] = reset_to_start
 
 
 def _trainer_like(
