@@ -28,6 +28,8 @@ __all__ = [
 
 LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
 """Packages whose objects no step is expected to change; those of Python are, too."""
+_KEPT = 2**24
+"""Bytes of a file of which a copy is kept."""
 
 
 def is_foreign(module_name: str) -> bool:
@@ -107,20 +109,53 @@ def _is_written_to(value: Tensor) -> bool:
 
 
 def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
-    """Return a function that takes back what is written to an open file from now on."""
-    if id(file) in seen or file.closed or not (file.writable() and file.seekable()):
+    """Return a function that gives an open file its present place, size and contents again.
+
+    Contents are kept of a file that may be read, and has `_KEPT` bytes at most; of any other what
+    is written beyond its end is cut off.
+    """
+    if id(file) in seen or file.closed or not file.seekable():
         return lambda: None
     seen.add(id(file))
-    # What was written before is the run's, and must not wait in a buffer beyond the place.
-    file.flush()
-    place = file.tell()
+    # Of text the bytes are changed, in which a size is one number and any place can be read.
+    below = file.buffer if isinstance(file, io.TextIOWrapper) else file
+    try:
+        place = file.tell()
+        if not file.writable():
+            return partial(_go_back, file, place)
+        # What was written before is the run's, and must not wait in a buffer beyond the place.
+        file.flush()
+        size = below.seek(0, io.SEEK_END)
+        kept = None
+        if file.readable() and size <= _KEPT:
+            below.seek(0)
+            kept = below.read(size)
+        file.seek(place)
+    # Text between two lines of a loop has no place, a compressed file that is written no size.
+    except (OSError, ValueError):
+        return lambda: None
 
     def restore() -> None:
-        if not file.closed:
-            file.seek(place)
-            file.truncate()
+        if file.closed:
+            return
+        file.flush()
+        below.seek(0)
+        if kept and below.read(size) != kept:
+            # Cut off first: a file that is open to append writes at its end only.
+            below.truncate(0)
+            below.seek(0)
+            below.write(kept)
+        # Never longer: that would fill a file with zeros.
+        if below.seek(0, io.SEEK_END) > size:
+            below.truncate(size)
+        file.seek(place)
 
     return restore
+
+
+def _go_back(file: Any, place: int) -> None:
+    if not file.closed:
+        file.seek(place)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
