@@ -52,7 +52,7 @@ class _Held:
             # many are outputs of steps, which do not.
             entries = enumerate(value) if depth > 0 and len(value) <= _FEW else ()
             inside = {at: cls.of(v, depth - 1) for at, v in entries if _is_open(v)}
-            content = len(value), inside
+            content = tuple(value), inside
         elif isinstance(value, deque | set):
             content = tuple(value)
         elif isinstance(value, dict) or _is_object(value):
@@ -142,10 +142,11 @@ class StepAttributes:
         return tuple(".".join(filter(None, place)) for place in self.changes())
 
     def take(self, changes: dict[Any, Any]) -> None:
-        """Have what the last stage has, in the place of what the step did here.
+        """Have what the last stage has, in the place of what the step did here, and forget what was
+        there before.
 
         Args:
-            changes: Those of the last stage.
+            changes: Those of the last stage; none on that stage itself.
         """
         held = dict(self._held())
         for (place, attribute), change in changes.items():
@@ -156,6 +157,8 @@ class StepAttributes:
             # Containers were changed in place: whoever refers to them sees it.
             if value is not held.get(name):
                 setattr(self._parts[place], attribute, value)
+        # The outputs of an epoch are let go when the user's code lets them go.
+        self._before = {}
 
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for place, part in self._parts.items():
@@ -190,20 +193,29 @@ def _change(before: _Held | None, value: Any) -> Any:
             now = value if isinstance(value, dict) else vars(value)
             changes = _changes(before.content, now)
             return _Entries(changes) if changes else None
-        if isinstance(value, list) and len(value) >= before.content[0]:
-            length, inside = before.content
-            changes = _changes(inside, {at: value[at] for at in inside})
-            # Only what came: an epoch's outputs would be sent again at every step.
-            items = _sendable(value[length:])
-            if items is None or not (items or changes):
-                return None
-            return _Appended(items, changes)
+        if isinstance(value, list) and len(value) >= len(before.content[0]):
+            entries, inside = before.content
+            return _appended(entries, inside, value)
         if isinstance(value, deque | set):
             return _moved(before.content, value)
-        if before.content == _Held.of(value).content:
+        # A list that is shorter now is sent whole.
+        if not isinstance(value, list) and before.content == _Held.of(value).content:
             return None
     sent = _sendable([value])
     return None if sent is None else _Replaced(sent[0])
+
+
+def _appended(
+    before: tuple[Any, ...], inside: dict[int, _Held], value: list[Any]
+) -> _Appended | None:
+    # By identity, as for attributes: to compare the entries of tensors would wait for the device.
+    now = {
+        at: v for at, v in enumerate(value[: len(before)]) if at in inside or v is not before[at]
+    }
+    changes = _changes(inside, now)
+    # Only what came: an epoch's outputs would be sent again at every step.
+    items = _sendable(value[len(before) :])
+    return None if items is None or not (items or changes) else _Appended(items, changes)
 
 
 def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any]) -> _Moved | None:
@@ -257,11 +269,13 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
         # is.
         if before is None or before.value is not value:
             return change.items
-        length, inside = before.content
+        held, inside = before.content
+        # In the place of what the step has put into it on this stage.
+        value[:] = (*held, *change.items)
         for at, entry in change.changes.items():
-            value[at] = _take(entry, inside.get(at), value[at])
-        # In the place of what the step has appended on this stage.
-        value[length:] = change.items
+            # Entries that cannot be sent are not here.
+            if at < len(held):
+                value[at] = _take(entry, inside.get(at), held[at])
         return value
     if isinstance(change, _Moved):
         held = before.content if before is not None and before.value is value else ()

@@ -456,8 +456,7 @@ class PipelinedSteps:
 
     def _take_attributes(self, changes: dict[str, Any]) -> None:
         """Have in the module what the step has left there on the last stage."""
-        if dist.get_rank() != self._source:
-            self._attributes.take(changes)
+        self._attributes.take({} if dist.get_rank() == self._source else changes)
 
     def _deferred_loss(
         self,

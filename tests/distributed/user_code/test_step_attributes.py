@@ -50,12 +50,15 @@ class Collecting(PlainModule):
         self.outputs: dict[str, list[Tensor]] = {"guesses": [], "labels": []}
         self.correct, self.summary = 0, ""
         self.window, self.classes = deque[int](maxlen=20), set[int]()
+        self.recent, self.last = [0, 0, 0], [0]
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen = len(batch[0])
         loss = super().training_step(batch, batch_idx)
         self.losses.append(loss)
+        self.recent[batch_idx % 3] = batch_idx
+        self.last.clear(), self.last.append(batch_idx)
         self.window.extend(batch[1][:, 0].tolist())
         self.classes.update(batch[1].flatten().tolist())
         self.total += loss.detach() * self.seen
@@ -64,6 +67,9 @@ class Collecting(PlainModule):
     def on_train_epoch_end(self) -> None:
         self.log("mean", torch.stack(self.losses).mean())
         self.log("window", sum(n * v for n, v in enumerate(self.window)) + len(self.window) / 2)
+        self.log(
+            "recent", float(sum(n * 10**at for at, n in enumerate([*self.recent, *self.last])))
+        )
         self.log("classes", float(sum(self.classes)))
         self.log("total", self.total)
         self.losses.clear()
