@@ -32,7 +32,7 @@ from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeigh
 from lightning_par.strategies.step.metrics import compare_metrics
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_report import StepReport
-from lightning_par.strategies.step.step_traces import join_over_context
+from lightning_par.strategies.step.step_traces import join_over_context, LogCall
 from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["DividedLook", "Look"]
@@ -83,7 +83,8 @@ class DividedLook:
             run: Runs the step.
 
         Raises:
-            ConfigurationError: See above, or the step mixes tokens in a block.
+            ConfigurationError: See above, the step mixes tokens in a block, or context ranks of the
+                same samples log different values.
 
         **Communicates**: what the step does, twice, and what was seen over all ranks.
         """
@@ -158,21 +159,23 @@ class DividedLook:
             if trains:
                 raise
             error = str(failure).removesuffix(" [lightning-par explain LP303]")
-        # Ranks that log other names would pair up different values in the reductions below.
-        names = [call.name for call in seen.logs[0]] if seen is not None and seen.logs else []
+        # Ranks that log other values would pair them up in the reductions below, and in the step.
+        logged = [_joined_as(call) for call in seen.logs[0]] if seen and seen.logs else []
         leaves = () if seen is None or trains else seen.leaves
         every: list[Any] = [None] * dist.get_world_size()
         # All that can end the comparison on one rank is gathered first: the branches below are
         # then the same on every rank, and so are the collectives in `_compared`.
-        dist.all_gather_object(every, (error, leaves, names))
-        for failed, left, logged in every:
+        replica = min(dist.get_process_group_ranks(self._mesh.group("cp")))
+        dist.all_gather_object(every, (error, leaves, logged, replica, draws))
+        for failed, left, others, _, _ in every:
             if failed:
                 return {"": f"on divided ones it fails ({failed})"}
             if left:
                 return {"": f"it leaves values in self.{', self.'.join(left)}"}
-            if logged != names and not trains:
+            if others != logged and not trains:
                 return {"": "on divided ones ranks log different values"}
-        if seen is None or weights is None or draws:
+        self._check_logs([(first, others) for _, _, others, first, _ in every])
+        if seen is None or weights is None or any(drawn for *_, drawn in every):
             return {} if trains else {"": "it draws random numbers"}
         found = self._compared(whole, seen, weights, trains=trains)
         # Merged, as a metric may differ on one rank only.
@@ -186,6 +189,32 @@ class DividedLook:
             dist.all_gather_object(every, varies)
             found = {n: t for n, t in found.items() if not any(n in each for each in every)}
         return found
+
+    def _check_logs(self, every: Sequence[tuple[int, list[tuple[Any, ...]]]]) -> None:
+        """Refuse a step that logs different values on context ranks of the same samples.
+
+        Args:
+            every: For each rank, the first one of its context group, and what it logs.
+
+        Raises:
+            ConfigurationError: On every rank.
+        """
+        of_group = dict(every)
+        pairs = [(logged, of_group[first]) for first, logged in every]
+        if all(one == other for one, other in pairs):
+            return
+        names = sorted({name for one, other in pairs for name, *_ in {*one} ^ {*other}})
+        # Another order, or another number of calls, has no name of its own.
+        said = f" ({', '.join(map(repr, names))})" if names else ""
+        raise ConfigurationError(
+            "LP322",
+            f"context_parallel_size={self._mesh.sizes.context}: training_step runs on divided "
+            f"sequences, of which ranks log different values{said}, but a value is put together "
+            "over these ranks. Log the same names in the same order on each of them, with the same "
+            "reduce_fx, and with a batch_size on all of them or on none; also where a rank has no "
+            "valid label, which weighs nothing in a mean. Or use context_parallel_size=1. No "
+            "weight was changed.",
+        )
 
     def _run_divided(
         self, few: Any, count: int, run: Look, *, trains: bool
@@ -233,9 +262,12 @@ class DividedLook:
             for one, other in zip(whole.losses[0], seen.losses[0], strict=False):
                 loss = self._sequence.mean(torch.tensor(other, dtype=torch.float64), weights.own)
                 values[""] = float(loss), one
-        for call, own in zip(whole.logs[0], seen.logs[0], strict=False):
-            joined, _ = join_over_context(own.value, own.options, weights)
-            values[call.name] = float(joined), call.value
+        wanted_logs = {call.name: call.value for call in whole.logs[0]}
+        for call in seen.logs[0]:
+            # All of them, as on the other ranks; what is logged on one of both tells nothing.
+            joined, _ = join_over_context(call.value, call.options, weights)
+            if call.name in wanted_logs:
+                values[call.name] = float(joined), wanted_logs[call.name]
         found = {}
         for name, (value, wanted) in values.items():
             text = f"{name or 'the loss'} is {value:.6g} on divided ones, {wanted:.6g} on whole"
@@ -270,6 +302,13 @@ class DividedLook:
 
 
 _UNDECIDED = "undecided"
+
+
+def _joined_as(call: LogCall) -> tuple[str, str, bool]:
+    """Return what ranks have to agree on, so that they put together the same value."""
+    reduction = call.options.get("reduce_fx", "mean")
+    kind = str(getattr(reduction, "__name__", reduction))
+    return call.name, kind, call.options.get("batch_size") is None
 
 
 def _tells_nothing(values: Any) -> bool:

@@ -113,6 +113,41 @@ def training_on_labels_shifted_in_the_data() -> Any:
     return Module(), [{**s, "shift_labels": moved(s["labels"])} for s in texts()]
 
 
+class LogsWhereItHasLabels(Causal):
+    """Logs one more number where all labels of a sample are valid on a rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if bool((batch["labels"][1] != -100).all()):
+            self.log("complete", 1.0)
+        self.log("loss", loss)
+        return loss
+
+
+@CASES.add(
+    refused={"cp2": r"ranks log different values \(.*'complete'.*\)"}, strategy={"verify": False}
+)
+def training_that_logs_other_names_on_each_rank() -> Any:
+    return LogsWhereItHasLabels(), texts()
+
+
+class WeighsWhereItHasLabels(Causal):
+    """Logs the same name on every rank, with a weight on one of them alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, labels = self.loss(batch), batch["labels"]
+        weight = {} if bool((labels[1] != -100).all()) else {"batch_size": labels.numel()}
+        self.log("loss", loss, **weight)
+        return loss
+
+
+@CASES.add(
+    refused={"cp2": r"ranks log different values \(.*'loss'.*\)"}, strategy={"verify": False}
+)
+def training_that_logs_with_weights_on_one_rank() -> Any:
+    return WeighsWhereItHasLabels(), texts()
+
+
 def odd(tokens: int) -> Any:
     ids = torch.randint(64, (32, tokens + 1), generator=torch.Generator().manual_seed(3))
     return [(row[:-1], row[1:]) for row in ids]
