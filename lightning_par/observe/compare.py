@@ -67,17 +67,25 @@ class Tolerance:
         return float(torch.linalg.vector_norm(wide, self.order)) if wide.numel() else 0.0
 
     def distance(self, got: Tensor, wanted: Tensor) -> float:
-        """Return the norm of the difference of two tensors."""
+        """Return the norm of the difference of two tensors.
+
+        Entries that are finite on neither side count as equal, unless all have to be finite. The
+        others then differ by more than roundings, which gives infinity, or not at all.
+        """
         # NaN counts as infinite, so that one that both runs have differs, too.
         if self.finite:
             return self.norm((_wide(got) - _wide(wanted)).nan_to_num(math.inf))
         # Equal infinities would give inf - inf = NaN below.
         if torch.equal(got, wanted):
             return 0.0
-        size = self.norm(_wide(got) - _wide(wanted))
+        got, wanted = _wide(got), _wide(wanted)
+        size, finite = self.norm(got - wanted), wanted.isfinite()
         # Both broke at the same entries: that is the model's doing, not the layout's.
-        same_nan = size != size and torch.equal(got.isfinite(), wanted.isfinite())
-        return 0.0 if same_nan else size
+        if size == size or not torch.equal(got.isfinite(), finite):
+            return size
+        rest, norm = self.norm(got[finite] - wanted[finite]), self.norm(wanted[finite])
+        # The caller's bound is made of a norm that is not finite, and says nothing.
+        return math.inf if rest > self.gradient * norm + self.nothing else 0.0
 
 
 _TOLERANCES = {
