@@ -112,12 +112,12 @@ class LayoutSpace:
                     break
                 left = self.devices // tensor // pipeline
                 for context in divisors(left):
-                    # Zigzag cuts T into 2 cp chunks; ring messages of few tokens are not hidden.
-                    if context > 1 and (
-                        shape.length // context < self.shortest_context
-                        or shape.length % (2 * context)
-                    ):
+                    # Ring messages of few tokens are not hidden; larger degrees leave fewer.
+                    if context > 1 and shape.length // context < self.shortest_context:
                         break
+                    # Zigzag cuts T into 2 cp chunks.
+                    if context > 1 and shape.length % (2 * context):
+                        continue
                     # Replicas get equal numbers of samples.
                     if self.samples % (left // context) == 0:
                         yield tensor, pipeline, context, left // context

@@ -177,7 +177,8 @@ function* layouts(m, machine, limits) {
       const left = devices / tensor / pipeline;
       for (const context of divisors(left)) {
         const short = Math.floor(m.length / context) < limits.shortest_context;
-        if (context > 1 && (short || m.length % (2 * context))) break;
+        if (context > 1 && short) break;
+        if (context > 1 && m.length % (2 * context)) continue;
         const data = left / context;
         if (samples % data) continue;
         for (const [zero, copies] of replicas(data, tensor * context, node, limits)) {

@@ -69,6 +69,14 @@ def test_every_layout_divides() -> None:
     assert any(one.sizes.data_replicate > 1 for one in found)
 
 
+def test_a_context_degree_that_does_not_divide_hides_no_larger_one() -> None:
+    """8 chunks do not cut 12300 tokens, but 12 do."""
+    shape = replace(MEDIUM, length=12_300)
+    space = LayoutSpace(devices=12, node=1, samples=12, shortest_context=2048)
+    found = {sizes.context for sizes, _ in space.sizes(shape) if sizes.pipeline == 1}
+    assert found == {1, 2, 3, 6}
+
+
 def test_layouts_whose_tokens_may_need_more_rows_than_parts_of_experts_hold_are_left_out() -> None:
     config = {"num_layers": 2, "model_dim": 64, "num_heads": 4, "num_experts": 8}
     switch = {"routing": "switch", "experts_per_token": 1, "capacity_factor": 1.0}
