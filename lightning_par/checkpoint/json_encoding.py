@@ -71,8 +71,8 @@ class Encoder:
                 for messages.
 
         Raises:
-            CheckpointError: A DTensor, a dtype that safetensors lacks, or an object that cannot be
-                pickled; names the entry.
+            CheckpointError: A DTensor, a sparse or nested tensor, a dtype that safetensors lacks,
+                or an object that cannot be pickled; names the entry.
         """
         # type() and not isinstance(): a subclass (bool of int, a named tuple) must come back as
         # what it was, or go the way of the pickle.
@@ -106,6 +106,15 @@ class Encoder:
                 "LP505",
                 f"{where} is sharded over ranks, but this state is that of rank 0 alone. Keep it "
                 "in the module's parameters or buffers, or store its full_tensor().",
+            )
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+            kind, dense = (
+                ("nested", "to_padded_tensor(0)") if value.is_nested else ("sparse", "to_dense()")
+            )
+            raise CheckpointError(
+                "LP505",
+                f"{where} is a {kind} tensor, which safetensors cannot hold. Store its {dense}, or "
+                "the tensors that it is made of.",
             )
         kind = "tensor"
         if not isinstance(value, Tensor):
