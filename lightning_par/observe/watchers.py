@@ -44,7 +44,8 @@ class FunctionCall:
         kwargs: Keyword arguments.
         result: What it returned.
         inputs: The tensors in `args` and `kwargs`, in order.
-        written: Those that it has written to.
+        written: Those that it has written to; of tensors made in inference mode, torch does not
+            tell.
         modules: FQNs of the modules whose forwards it is part of, the outermost first.
     """
 
@@ -189,6 +190,10 @@ def called_around(
         yield
 
 
+def _changes(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else count_of_changes(tensor)
+
+
 class _Functions(TorchFunctionMode):
     def __init__(self, watchers: list[Watcher], stack: list[ModuleCall]) -> None:
         super().__init__()
@@ -201,7 +206,7 @@ class _Functions(TorchFunctionMode):
             watcher.before_function(func, args, kwargs)
         # The version counter of each, which every writing in place advances, through views as
         # well.
-        before = [count_of_changes(tensor) for tensor in inputs]
+        before = [_changes(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
         call = FunctionCall(
             function=func,
@@ -209,7 +214,7 @@ class _Functions(TorchFunctionMode):
             kwargs=kwargs,
             result=result,
             inputs=inputs,
-            written=[t for t, n in zip(inputs, before, strict=True) if count_of_changes(t) != n],
+            written=[t for t, n in zip(inputs, before, strict=True) if _changes(t) != n],
             modules=tuple(module.fqn for module in self._stack),
         )
         for watcher in self._watchers:

@@ -63,6 +63,17 @@ def test_a_watcher_sees_functions_operators_and_modules() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_functions_are_seen_in_inference_mode() -> None:
+    """There torch does not count what writes to a tensor."""
+    model, notes = nn.Sequential(Gate()), Notes()
+    with torch.inference_mode(), watch(model, notes):
+        model(torch.ones(2, 3))
+    assert ("softmax", ("", "0"), 0) in notes.functions
+    # A tensor of before is counted; of one made inside nobody knows.
+    assert ("add_", ("", "0"), 0) in notes.functions
+    assert ("add_", ("", "0"), 1) in notes.functions
+
+
 def test_a_watch_ends_with_an_error_of_the_step() -> None:
     model, notes = nn.Sequential(nn.Linear(3, 3)), Notes()
     try:
