@@ -299,6 +299,7 @@ STEPS: dict[str, dict[str, str]] = {
     },
     "LP416": {
         "a hyperparameter": "cures_of_shards::a_learning_rate_by_the_number_of_processes",
+        "estimated_stepping_batches": "cures_of_shards::a_schedule_by_the_number_of_processes",
         "count the replicas": "losses::times_the_number_of_replicas",
     },
     "LP417": {"full_tensor()": "hooks::arrays_of_whole_tensors_before_the_update"},

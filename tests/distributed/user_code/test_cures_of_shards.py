@@ -323,6 +323,19 @@ def a_learning_rate_by_the_number_of_processes(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP416", r"computes total_iters=2 of a schedule.*estimated_stepping_batches", "zero1")
+def a_schedule_by_the_number_of_processes(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            steps = self.trainer.estimated_stepping_batches
+            steps = steps if cured else 4 // self.trainer.world_size
+            made = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.LinearLR(made, total_iters=int(steps))
+            return [made], [{"scheduler": schedule, "interval": "step"}]
+
+    return Module()
+
+
 _LEFT_OUT = r"sync_dist=True.*set every p\.grad = None in\s+on_before_optimizer_step, by"
 
 
