@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ __all__ = ["ForkError", "run_forked"]
 
 _T = TypeVar("_T")
 _LIMIT = 900.0  # seconds
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class ForkError(RuntimeError):
@@ -141,12 +143,40 @@ def _is_shared(number: int) -> bool:
 
 
 def _discard_writes() -> None:
-    """Let files that are opened by name, to be written, be the null device."""
-    opened = io.open
+    """Let files that are opened by name, to be written, be the null device, and others stay."""
+    opened, opened_by_descriptor, removed, saved = io.open, os.open, os.remove, torch.save
+    own = set[Path]()  # temporary files, which are new and have names of their own
 
     def unwritten(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = not isinstance(file, int) and {*"wax+"} & {*mode}
         mode = mode.replace("x", "w") if writes else mode
         return opened(os.devnull if writes else file, mode, *args, **kwargs)
 
-    builtins.open = io.open = unwritten
+    def unwritten_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_EXCL:
+            own.add(Path(os.fsdecode(path)).absolute())
+        elif flags & _WRITES:
+            path, flags = os.devnull, flags & ~(os.O_CREAT | os.O_TRUNC)
+        return opened_by_descriptor(path, flags, *args, **kwargs)
+
+    def unremoved(path: Any, *_: Any, **options: Any) -> None:
+        # With `dir_fd` it is a folder that is removed file by file, such as a temporary one.
+        if options.get("dir_fd") is not None or Path(os.fsdecode(path)).absolute() in own:
+            removed(path, **options)
+
+    def unsaved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        # Torch opens a file by itself that it is given by name.
+        saved(obj, io.BytesIO() if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
+
+    replaced: list[tuple[Any, Any, tuple[str, ...]]] = [
+        (builtins, unwritten, ("open",)),
+        (io, unwritten, ("open",)),
+        (os, unwritten_descriptor, ("open",)),
+        # A file that is renamed goes: the target stays what it is.
+        (os, unremoved, ("remove", "unlink", "rename", "replace")),
+        (torch, unsaved, ("save",)),
+        (torch.serialization, unsaved, ("save",)),
+    ]
+    for owner, function, names in replaced:
+        for name in names:
+            setattr(owner, name, function)

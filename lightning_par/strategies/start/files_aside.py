@@ -110,8 +110,12 @@ class _Aside:
 
     def open_descriptor(self, plain: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         """Open a file, or the copy, as `os.open` does."""
-        if kwargs.get("dir_fd") is None and flags & _WRITES and self._is_copied(_absolute(path)):
-            path = self._copy_of(_absolute(path))
+        if kwargs.get("dir_fd") is None:
+            place = _absolute(path)
+            if flags & _WRITES and self._is_copied(place):
+                self._copy_of(place)
+            # Also to read, as by `open`.
+            path = self.copies.get(place, path)
         return int(plain(path, flags, *args, **kwargs))
 
     def rename(self, plain: Any, source: Any, target: Any, **kwargs: Any) -> None:

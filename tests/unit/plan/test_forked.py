@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,29 @@ def test_nothing_that_it_changes_or_writes_is_seen(
     assert not by_name.exists()
     assert not (tmp_path / "already_open").read_text()
     assert capfd.readouterr() == ("", "")
+
+
+def test_files_stay_as_they_are_by_whatever_way_they_are_written(tmp_path: Path) -> None:
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    kept.write_text("old")
+
+    def work() -> str:
+        descriptor = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(descriptor, b"new")
+        os.close(descriptor)
+        torch.save([1], other)
+        with tempfile.NamedTemporaryFile("w", dir=tmp_path, delete=False) as file:
+            file.write("new")
+        Path(file.name).replace(kept)
+        with tempfile.NamedTemporaryFile("w", dir=tmp_path) as file:
+            file.write("new")
+        kept.rename(other)
+        kept.unlink()
+        return kept.read_text()
+
+    assert run_forked(work) == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert kept.read_text() == "old"
 
 
 def test_its_error_is_raised() -> None:

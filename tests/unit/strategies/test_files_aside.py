@@ -84,6 +84,9 @@ def test_a_step_reads_what_it_wrote(tmp_path: Path) -> None:
     with files_aside():
         replaces(path)
         assert path.read_text() == "new"
+        descriptor = os.open(path, os.O_RDONLY)
+        assert os.read(descriptor, 9) == b"new"
+        os.close(descriptor)
         torch.save([3], tmp_path / "saved")
         assert torch.load(tmp_path / "saved") == [3]
         with pytest.raises(FileNotFoundError):
