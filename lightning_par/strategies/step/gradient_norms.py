@@ -260,7 +260,8 @@ class GradientNorms:
         # In float32 at least, and float64 from there on: the squares of float16 overflow at 256.
         norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).real.double()
         power = norm if norm_type == float("inf") else norm**norm_type
-        counted: Tensor = power if counts else power * 0
+        # Not times 0: infinity would become NaN.
+        counted: Tensor = power if counts else torch.zeros_like(power)
         return counted.to(self._device)
 
     def _reduce(self, values: Tensor, norm_type: float) -> Tensor:
