@@ -55,6 +55,8 @@ class KeptOptimizers:
         # There is no file, or it is not one that `save` has written whole.
         except (OSError, RuntimeError, pickle.UnpicklingError):
             return None
+        if not isinstance(found, dict) or not {"era", "moment", "states"} <= found.keys():
+            return None
         shapes = [local_part(parameter).shape for _, parameter in self._held]
         fits = len(shapes) == len(found["states"]) and all(
             not isinstance(value, Tensor) or value.ndim == 0 or value.shape == shape

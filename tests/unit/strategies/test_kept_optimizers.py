@@ -34,3 +34,10 @@ def test_states_of_the_same_run_and_parameters_come_back(tmp_path: Path) -> None
     assert kept.read() is None
     kept.forget()
     assert not path.exists()
+
+
+def test_a_file_that_is_none_of_ours_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "kept.pt"
+    for found in ({"state_dict": {}}, {"era": "run", "states": []}, [1], torch.ones(2)):
+        torch.save(found, path)
+        assert KeptOptimizers(path, "run", [trained(3, 0)]).read() is None
