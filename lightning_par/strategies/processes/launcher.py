@@ -102,8 +102,10 @@ class PreflightLauncher(SubprocessScriptLauncher):
         # A second method of the Trainer finds the processes of the first one.
         if starts and not self.procs and not externally:
             os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
-            launch_scripts(self)
-            del os.environ[_LAUNCHER]
+            try:
+                launch_scripts(self)
+            finally:
+                del os.environ[_LAUNCHER]
         with ExitStack() as stack:
             stack.enter_context(self._observed())
             stack.enter_context(showing(progress_of(trainer)))

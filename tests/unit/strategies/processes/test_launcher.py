@@ -1,12 +1,15 @@
 """Where no script can be run again, several processes are refused; one is not."""
 
+import os
 import sys
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.processes.launcher import PreflightLauncher
 
 
 @pytest.fixture
@@ -36,3 +39,21 @@ def test_prompt_whose_processes_another_launcher_started_is_not_refused(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert trainer(2, "tensor_parallel").local_rank == 1
+
+
+def test_processes_that_cannot_be_started_leave_no_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unreachable(LightningEnvironment):
+        """Fails where Lightning asks for what it tells the other processes."""
+
+        @property
+        def main_address(self) -> str:
+            raise OSError("no address")
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    before = dict(os.environ)
+    launcher = PreflightLauncher(Unreachable(), 2, 1, lambda *_: None, lambda _: None)
+    with pytest.raises(OSError, match="no address"):
+        launcher.launch(print)
+    assert dict(os.environ) == before
