@@ -18,7 +18,8 @@ import mmap
 import pickle
 import struct
 import zipfile
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -29,10 +30,29 @@ from torch import Tensor
 from lightning_par.errors import CheckpointError
 from lightning_par.upstream.tensor import storage_key
 
-__all__ = ["append_records", "make_blanks", "read_manifest", "write_skeleton"]
+__all__ = [
+    "append_records",
+    "check_state",
+    "damage",
+    "make_blanks",
+    "read_manifest",
+    "reading_plain",
+    "write_skeleton",
+]
 
 _OURS = "lightning_par/"
 _MANIFEST = f"{_OURS}manifest.json"
+_VERSION = "pytorch-lightning_version"
+_TYPES: dict[str, tuple[type, Any]] = {
+    _VERSION: (str, ""),
+    "state_dict": (Mapping, {}),
+    "loops": (Mapping, {}),
+    "callbacks": (Mapping, {}),
+    "lr_schedulers": (Sequence, ()),
+}
+"""Parts of what a Trainer dumps, by its keys: their types, and what stands for a missing one."""
+_NO_PICKLE = "Unsupported operand", "String is too long"
+"""What torch says of bytes that no pickle begins with; of other refusals it says what they need."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of an entry of a zip archive; its last numbers are the lengths of what precedes the bytes."""
 
@@ -68,6 +88,86 @@ def read_manifest(path: Path) -> bytes | None:
         raise CheckpointError(
             "LP502", f"{path} is damaged: {_MANIFEST} cannot be read: {error}."
         ) from error
+
+
+@contextmanager
+def reading_plain(path: Any, *, trusts: bool) -> Iterator[None]:
+    """Context in which torch, or a plugin of Lightning, reads a file.
+
+    Args:
+        path: The file, or its URL.
+        trusts: Whether pickles in it may be loaded.
+
+    Raises:
+        CheckpointError: In place of whatever a damaged file makes torch raise.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError("LP501", f"{path} is not there.") from error
+    except pickle.UnpicklingError as error:
+        told = str(error)
+        if not trusts and not _is_damaged(path) and not any(text in told for text in _NO_PICKLE):
+            raise CheckpointError(
+                "LP504",
+                f"{path} holds more than tensors and numbers, which could run code when it is "
+                f"read. If you trust it, pass weights_only=False. ({told.splitlines()[0]})",
+            ) from error
+        raise damage(path, error) from error
+    # A missing package or too little memory is no damage.
+    except (CheckpointError, ImportError, MemoryError):
+        raise
+    # Any: lengths and types that a damaged pickle names go to functions of Python and of torch,
+    # each of which refuses them in its own way.
+    except Exception as error:
+        raise damage(path, error) from error
+
+
+def _is_damaged(path: Any) -> bool:
+    """Whether the pickle of an archive has not the checksum that was written with it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if _short(info) == "data.pkl":
+                    archive.read(info)
+    # Of a file that is no archive, or of a URL, nothing is known.
+    except OSError:
+        return False
+    except zipfile.BadZipFile:
+        return zipfile.is_zipfile(path)
+    return False
+
+
+def damage(path: Any, error: Exception) -> CheckpointError:
+    """Return the error of a damaged file, with what torch or Python say of it."""
+    said = str(error).partition("\n")[0]
+    # Texts of torch speak for themselves, those of Python ('x', of a KeyError) do not.
+    if not isinstance(error, RuntimeError | zipfile.BadZipFile):
+        said = f"{type(error).__name__}: {said}"
+    return CheckpointError("LP502", f"{path} is damaged, or no checkpoint: {said}")
+
+
+def check_state(state: Any, path: Any) -> None:
+    """Refuse what is no checkpoint of Lightning, before Lightning takes it apart.
+
+    Args:
+        state: What a file or a folder holds.
+        path: Its path, for the message.
+
+    Raises:
+        CheckpointError: It is no dict, was not dumped by a Trainer, or a part of it is of a wrong
+            type.
+    """
+    if not isinstance(state, Mapping) or _VERSION not in state:
+        raise CheckpointError(
+            "LP501",
+            f"{path} is no checkpoint: it has no {_VERSION!r}, which every Trainer writes. If it "
+            "holds the weights of a model alone, read them with torch.load and load_state_dict.",
+        )
+    wrong = [k for k, (kind, none) in _TYPES.items() if not isinstance(state.get(k, none), kind)]
+    if wrong:
+        kinds = ", ".join(f"{key} is a {type(state[key]).__name__}" for key in wrong)
+        raise CheckpointError("LP502", f"{path} is malformed: {kinds}. Use another checkpoint.")
 
 
 def make_blanks(specs: Mapping[K, tuple[torch.dtype, tuple[int, ...]]]) -> dict[K, Tensor]:

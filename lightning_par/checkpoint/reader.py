@@ -14,18 +14,33 @@ from lightning_par.checkpoint.stores import open_store
 from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "find_problems", "is_checkpoint"]
+__all__ = ["CheckpointReader", "find_problems", "is_checkpoint", "no_checkpoint"]
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Parts of the state that the Trainer never restores, so that pickles in them can be left out."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder or a file is a checkpoint of this package, complete or not."""
+    """Return whether a folder or a file is a checkpoint of this package, complete or not.
+
+    Raises:
+        CheckpointError: It is neither, or a file that cannot be read.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError("LP501", f"{path} is a pipe or a device, and no checkpoint.")
     if path.is_file():
         return read_manifest(path) is not None
     # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
     return (path / MANIFEST).exists() or (path / INDEX).exists()
+
+
+def no_checkpoint(folder: Path) -> CheckpointError:
+    """Return the error of a folder that holds none."""
+    return CheckpointError(
+        "LP501",
+        f"{folder} is a folder, but no complete checkpoint: it has neither a manifest.json nor a "
+        "model.safetensors.",
+    )
 
 
 class CheckpointReader:

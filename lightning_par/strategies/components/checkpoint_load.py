@@ -1,6 +1,5 @@
 """Loading checkpoints into a mesh: what the Trainer's ``ckpt_path`` does."""
 
-import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -19,7 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
-from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
+from lightning_par.checkpoint.index import well_formed
+from lightning_par.checkpoint.plain_file import check_state, reading_plain
+from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint, no_checkpoint
 from lightning_par.checkpoint.safetensors_weights import find_weights, holds_weights_only
 from lightning_par.checkpoint.tensor_files import StoredTensors
 from lightning_par.engine.rng import restore_random_states
@@ -81,8 +82,6 @@ class CheckpointLoad:
         # A URL is Lightning's alone: it has no path to look at.
         if "://" not in str(filepath):
             self._processes.check_path(str(filepath))
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise CheckpointError("LP501", f"{path} is a pipe or a device, and no checkpoint.")
             if is_checkpoint(path):
                 return self._read_ours(module, path, unpickle=weights_only is False)
         # What a Lightning checkpoint needs at least, so that the Trainer takes plain weights for
@@ -92,11 +91,7 @@ class CheckpointLoad:
             version = {"pytorch-lightning_version": lightning.__version__}
             return {**version, "state_dict": find_weights(path), "lr_schedulers": []}
         if path.is_dir():
-            raise CheckpointError(
-                "LP501",
-                f"{path} is a folder, but no complete checkpoint: it has neither a manifest.json "
-                "nor a model.safetensors.",
-            )
+            raise no_checkpoint(path)
         return _read_file(filepath, weights_only, checkpoint_io)
 
     def _read_ours(
@@ -118,8 +113,10 @@ class CheckpointLoad:
         # Lightning's sign of a full checkpoint: one of weights only has neither.
         if "lr_schedulers" in found:
             found["optimizer_states"] = reader.optimizers(unpickle=unpickle)
+        check_state(found, path)
         # Taken out: the Trainer's hooks get what a checkpoint of Lightning holds.
-        ours = found.pop(OWN_STATE)
+        with well_formed(f"{path}: the state of a rank"):
+            ours = _own_state(found.pop(OWN_STATE))
         found.pop("left_out", None)
         if fitting:
             self._own = {**ours, "path": path, "is_same_mesh": is_same_mesh}
@@ -136,7 +133,7 @@ class CheckpointLoad:
             return
         self._random_states = ours["random"]
         model.steps.seed, model.steps.evaluations = ours["seed"], ours["evaluations"]
-        model.steps.loaders.resume(ours.get("samples", []))
+        model.steps.loaders.resume(ours["samples"])
         compression, kept = model.compression, ours.get("compression")
         if compression is not None and kept is not None and ours["is_same_mesh"]:
             compression.load(kept)
@@ -188,7 +185,13 @@ class CheckpointLoad:
             module: The user's module.
             checkpoint: What `read` gave.
             strict: Refuse missing and unexpected keys.
+
+        Raises:
+            CheckpointError: There are no weights, or they do not fit.
         """
+        # Only here: a hook of the module may have put the weights in.
+        if "state_dict" not in checkpoint:
+            raise CheckpointError("LP501", "the checkpoint holds no weights (state_dict).")
         state = checkpoint["state_dict"]
         # On meta there is nothing to copy into.
         waits = model is None and any(p.is_meta for p in module.parameters())
@@ -278,22 +281,26 @@ class CheckpointLoad:
 
 
 def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: CheckpointIO) -> Any:
-    try:
+    with reading_plain(filepath, trusts=weights_only is False):
         # Only of Lightning's own plugin, whose format is known.
         if type(checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(filepath):
             # Mapped into memory: a rank reads the parts that it copies.
-            return torch.load(filepath, map_location="cpu", mmap=True, weights_only=weights_only)
-        return checkpoint_io.load_checkpoint(filepath, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            "LP504",
-            f"{filepath} holds more than tensors and numbers, which could run code when it is "
-            f"read. If you trust it, pass weights_only=False. ({str(error).splitlines()[0]})",
-        ) from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            "LP502", f"{filepath} is damaged, or no checkpoint: {str(error).partition(chr(10))[0]}"
-        ) from error
+            found = torch.load(filepath, map_location="cpu", mmap=True, weights_only=weights_only)
+        else:
+            found = checkpoint_io.load_checkpoint(filepath, weights_only=weights_only)
+    check_state(found, filepath)
+    return found
+
+
+def _own_state(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a strategy of this package has stored for itself, its types as they were."""
+    return {
+        **value,
+        "random": dict(value["random"]),
+        "seed": int(value["seed"]),
+        "evaluations": int(value["evaluations"]),
+        "samples": list(value.get("samples", [])),
+    }
 
 
 def _is_fitting(module: pl.LightningModule | None) -> bool:
