@@ -7,7 +7,10 @@ network file systems, nobody is told.
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from lightning_par.checkpoint.storage import partials_of
 
 __all__ = ["FolderClaims"]
 
@@ -20,6 +23,7 @@ class FolderClaims:
 
     def __init__(self) -> None:
         self._mine: set[tuple[int, int]] = set()
+        self._saved: dict[Path, tuple[int, int]] = {}
 
     def add(self, folder: Path) -> bool:
         """Claim a folder; return False if another process has claimed it.
@@ -54,6 +58,25 @@ class FolderClaims:
         _held[key][1] += 1
         self._mine.add(key)
         return True
+
+    def note(self, path: Path) -> None:
+        """Take note of a checkpoint that this run has saved."""
+        # Unless another run has removed it already.
+        with suppress(OSError):
+            found = path.stat()
+            self._saved[path] = found.st_dev, found.st_ino
+
+    def is_of_another(self, path: Path) -> bool:
+        """Return whether another run has saved to a path, or is about to.
+
+        Args:
+            path: Of a checkpoint in a folder that another process has claimed.
+        """
+        if not os.path.lexists(path):
+            # Before a save is complete, what it writes into is there.
+            return bool(partials_of(path))
+        found = path.lstat()
+        return self._saved.get(path) != (found.st_dev, found.st_ino)
 
     def release(self) -> None:
         """Give all folders back."""

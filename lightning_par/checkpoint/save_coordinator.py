@@ -7,8 +7,9 @@ kept if the save fails.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -23,9 +24,9 @@ from lightning_par.checkpoint.part import Part
 from lightning_par.checkpoint.pieces import assign_writers
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.storage import remove_path
-from lightning_par.checkpoint.writer import FolderSave, Report, Save, SaveMetadata
+from lightning_par.checkpoint.writer import FolderSave, Layout, Report, Save, SaveMetadata
 from lightning_par.dtensor import Box
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import CheckpointError, describe
 
 __all__ = ["CheckpointSaver"]
 
@@ -79,18 +80,16 @@ class CheckpointSaver:
         # rank waits, so an error of the last save is raised on all of them.
         self.wait()
         if part.rank == 0:
-            # Not in the background: ModelCheckpoint links "last.ckpt" there as soon as we return.
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._claim(path.parent)
+            part = self._claim(path, part)
         # Before the outlines: of a box that several ranks hold only the writer reports it, or the
         # index would have it twice.
         part = part.only(self._assign(part))
         save = (FolderSave if part.plain is None else FileSave)(path, part, metadata)
         # Also in a background save: here rank 0 sees that no rank failed, and what cannot be
         # stored is an error of `save` itself.
-        starts = self._on_rank_0(save, save.prepare, save.outline())
+        layout = self._on_rank_0(save, save.prepare, save.outline())
         if not background:
-            self._complete(save, starts)
+            self._complete(save, layout)
             return
         # After the exchange: its messages are short, and the copy is what costs time.
         save.hold()
@@ -98,7 +97,7 @@ class CheckpointSaver:
         target = self._complete_in_background
         # A daemon: a hang of the file system must not keep the process from ending after an
         # error.
-        Thread(target=target, args=(save, starts, self._running), daemon=True).start()
+        Thread(target=target, args=(save, layout, self._running), daemon=True).start()
 
     def _on_rank_0(self, save: Save, step: Callable[[list[Report]], Any], report: Report) -> Any:
         """Gather reports to rank 0, call a step of the save there, and return its result on every
@@ -137,22 +136,22 @@ class CheckpointSaver:
             raise CheckpointError("LP508", problem) from error
         return result
 
-    def _complete(self, save: Save, starts: Mapping[str, int]) -> None:
+    def _complete(self, save: Save, layout: Layout) -> None:
         """Write on every rank, and commit on rank 0.
 
         Raises:
             CheckpointError: On every rank, if any rank failed.
         """
         with counted("write", f"saving {save.path.name}", save.part.nbytes):
-            report = save.write(starts)
+            report = save.write(layout)
         # Reached by every rank, since `write` reports its error instead of raising it.
         self._on_rank_0(save, save.commit, report)
+        if save.part.rank == 0:
+            self._claims.note(save.path)
 
-    def _complete_in_background(
-        self, save: Save, starts: Mapping[str, int], running: "Future[None]"
-    ) -> None:
+    def _complete_in_background(self, save: Save, layout: Layout, running: "Future[None]") -> None:
         try:
-            self._complete(save, starts)
+            self._complete(save, layout)
         # All: nobody looks at this thread but by the future. Logged, too, as the run may end
         # before the next save or `wait` raises it.
         except BaseException as error:
@@ -162,13 +161,38 @@ class CheckpointSaver:
         else:
             running.set_result(None)
 
-    def _claim(self, folder: Path) -> None:
-        if not self._claims.add(folder):
+    def _claim(self, path: Path, part: Part) -> Part:
+        """Claim the folder of a checkpoint; return the part, with an error if it cannot be saved.
+
+        The other ranks wait for the outline of this one, and are told of the error by `prepare`.
+        """
+        folder = path.parent
+        try:
+            # Not in the background: ModelCheckpoint links "last.ckpt" there as soon as we return.
+            folder.mkdir(parents=True, exist_ok=True)
+            is_alone = self._claims.add(folder)
+        except OSError as error:
+            return replace(part, error=describe(error))
+        if self.is_taken(path):
+            return replace(
+                part,
+                error="another run saves to this path, too. Give every run a folder of its own",
+            )
+        if not is_alone:
             _log.warning(
                 "Another run saves into %s, too: each replaces checkpoints of the other that have "
                 "the same name, such as last.ckpt. Give every run a folder of its own.",
                 folder,
             )
+        return part
+
+    def is_taken(self, path: Path) -> bool:
+        """Return whether another run saves to a path, on rank 0."""
+        return not self._claims.add(path.parent) and self._claims.is_of_another(path)
+
+    def note(self, path: Path) -> None:
+        """Take note of a checkpoint that this run has saved otherwise, on rank 0."""
+        self._claims.note(path)
 
     def wait(self) -> None:
         """Wait for the background save, if one is running.

@@ -9,6 +9,8 @@ import contextlib
 import ctypes
 import json
 import os
+import re
+import secrets
 import shutil
 import stat
 import zlib
@@ -30,7 +32,9 @@ __all__ = [
     "FileRecord",
     "check_regular",
     "partial_path",
+    "partials_of",
     "publish",
+    "remove_left_over",
     "remove_path",
     "replacing",
     "sync_files",
@@ -61,6 +65,8 @@ DTYPES: dict[str, torch.dtype] = {
 """Name of a dtype in the safetensors format -> dtype."""
 _CHUNK = 1 << 20
 """Bytes that are summed and then written at a time, so that they are still in the CPU cache."""
+_NAME_LENGTH = 255
+"""Bytes that a name may have on common file systems."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 # Constants of Linux's headers, which Python does not export.
 _RENAME_EXCHANGE = 2
@@ -257,9 +263,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     # In the same folder, hence on the same file system: a rename between two is not atomic.
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_left_over(path)
     partial = partial_path(path)
-    # Of a save that was killed.
-    remove_path(partial)
     try:
         yield partial
         publish(partial, path)
@@ -363,7 +368,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path of what is to become `path`.
+    """Return a path for what is to become `path`, which no other save is given.
 
     On SLURM, Lightning resumes from the highest number after ``hpc_ckpt_`` in any name: that of a
     save that was killed must not be among them.
@@ -371,7 +376,33 @@ def partial_path(path: Path) -> Path:
     Args:
         path: Final path, in the same folder.
     """
-    return path.with_name(f".{path.name.replace('hpc_ckpt_', 'hpc-')}.partial")
+    # Two runs that save to one path must not write into one file. What differs is the suffix, as
+    # torch names the folder in its archive after the rest.
+    return path.with_name(f"{_hidden(path.name)}.partial-{secrets.token_hex(4)}")
+
+
+def partials_of(path: Path) -> list[Path]:
+    """Return what saves to `path` have not finished, or have not yet."""
+    # Without a suffix it is of an earlier version.
+    pattern = re.compile(rf"{re.escape(_hidden(path.name))}\.partial(-[0-9a-f]{{8}})?")
+    found = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [partial for partial in found if pattern.fullmatch(partial.name)]
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove what saves to `path` that were killed have left."""
+    for partial in partials_of(path):
+        remove_path(partial)
+
+
+def _hidden(name: str) -> str:
+    """Return the beginning of the name of what is to become `name`, short enough for any suffix."""
+    hidden = os.fsencode(f".{name.replace('hpc_ckpt_', 'hpc-')}")
+    # Behind it come ".partial-", 8 digits, and perhaps ".old".
+    room = _NAME_LENGTH - 21
+    if len(hidden) > room:
+        hidden = hidden[: room - 9] + f"-{zlib.crc32(hidden):08x}".encode()
+    return os.fsdecode(hidden)
 
 
 def remove_path(path: Path) -> None:
@@ -386,7 +417,6 @@ def remove_path(path: Path) -> None:
         hidden = path
         # Renamed first: a crash in the middle must not leave a checkpoint with half its files.
         if not path.name.startswith("."):
-            hidden = path.with_name(f".{path.name}.removed.partial")
-            shutil.rmtree(hidden, ignore_errors=True)
+            hidden = partial_path(path)
             path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)

@@ -4,6 +4,7 @@ Files are written under a hidden name, and renamed once they are complete.
 """
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from lightning_par.checkpoint.storage import (
     FileRecord,
     partial_path,
     publish,
+    remove_left_over,
     remove_path,
     sync_files,
     write_json,
@@ -35,7 +37,7 @@ from lightning_par.checkpoint.storage import (
 )
 from lightning_par.errors import CheckpointError, describe
 
-__all__ = ["FolderSave", "Report", "Save", "SaveMetadata"]
+__all__ = ["FolderSave", "Layout", "Report", "Save", "SaveMetadata"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,19 @@ class Report:
     error: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the ranks write, as rank 0 tells them.
+
+    Attributes:
+        partial: Name of the file or folder, until it is complete.
+        starts: Of one file: name of a tensor or record -> its first byte.
+    """
+
+    partial: str
+    starts: Mapping[str, int]
+
+
 class Save(ABC):
     """The steps of a save, in which every rank takes part.
 
@@ -111,25 +126,23 @@ class Save(ABC):
         )
         return report
 
-    def prepare(self, outlines: Sequence[Report]) -> dict[str, int]:
+    def prepare(self, outlines: Sequence[Report]) -> Layout:
         """Remove what a killed run has left, and make the file into which all ranks write.
 
         Args:
             outlines: Those of all ranks, in their order.
-
-        Returns:
-            Of one file, where the ranks write: name of a tensor or record -> its first byte.
 
         Raises:
             CheckpointError: A rank failed, or what they hold does not fit together; names every
                 such rank, and the cause.
         """
         try:
-            # By rank 0 alone, and before any rank writes: `write` comes after a broadcast.
-            remove_path(self._partial)
+            # First: what another run is writing is no left-over, and is an error of this rank.
             self._check_reports(outlines)
+            # By rank 0 alone, and before any rank writes: `write` comes after a broadcast.
+            remove_left_over(self.path)
             self._index = self._merge_index(outlines)
-            return self._lay_out(outlines)
+            return Layout(partial=self._partial.name, starts=self._lay_out(outlines))
         # Whatever it is: the other ranks wait for an outcome, and have to hear of it.
         except Exception as error:
             raise self._failed(error) from error
@@ -138,11 +151,11 @@ class Save(ABC):
         """Copy the tensors to the CPU: training may change them while they are written."""
         self.part = self.part.on_cpu()
 
-    def write(self, starts: Mapping[str, int]) -> Report:
+    def write(self, layout: Layout) -> Report:
         """Write what this rank holds, and fsync it.
 
         Args:
-            starts: What `prepare` gave.
+            layout: What `prepare` gave.
 
         Returns:
             The report of this rank. An error is reported in it and not raised: the other ranks wait
@@ -150,9 +163,9 @@ class Save(ABC):
         """
         report = Report(rank=self.part.rank, step=self.part.step)
         try:
-            # `starts` may be those of a file that rank 0 could not make; then this is not
-            # reached.
-            report.files = self._write(starts)
+            # The name is that of rank 0; each rank has made another one.
+            self._partial = self.path.with_name(layout.partial)
+            report.files = self._write(layout.starts)
         except Exception as error:
             report.error = describe(error)
         return report
@@ -200,7 +213,7 @@ class Save(ABC):
         cause = error.message if isinstance(error, CheckpointError) else f"rank 0: {error}"
         # Nothing has been done to the final path before `publish`, whose last step may still
         # fail.
-        kept = self.path.exists()
+        kept = os.path.lexists(self.path)  # unlike `Path.exists`, also of a name that is too long
         before = "what was there before is untouched" if kept else "nothing is left"
         return CheckpointError("LP508", f"{self.path} was not saved, {before}: {cause}")
 

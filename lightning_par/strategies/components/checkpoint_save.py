@@ -177,6 +177,8 @@ class CheckpointSave:
         in_parts = not is_elsewhere and _writes_plainly(checkpoint_io)
         if not in_parts or not self._save_parts(model, checkpoint, Path(path), as_file=as_file):
             self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
+            if in_parts:
+                self._saver.note(Path(path))
         # The link may name what a save in the background has still to write.
         if self._processes.rank == 0:
             link_requeue_checkpoint(str(filepath), model.module.trainer)
@@ -195,6 +197,8 @@ class CheckpointSave:
         except CheckpointError as error:
             # There nothing else can be done: the error is raised on every rank.
             if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
+                raise
+            if self._saver.is_taken(path):
                 raise
             # What a plain Trainer can save, one device can, too; or it says why as that would.
             _log.info("%s is saved without random states: %s", path, error)
