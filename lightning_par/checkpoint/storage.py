@@ -28,6 +28,7 @@ from lightning_par.errors import CheckpointError
 
 __all__ = [
     "DTYPES",
+    "NAME_LENGTH",
     "ChecksumFile",
     "FileRecord",
     "check_regular",
@@ -65,7 +66,7 @@ DTYPES: dict[str, torch.dtype] = {
 """Name of a dtype in the safetensors format -> dtype."""
 _CHUNK = 1 << 20
 """Bytes that are summed and then written at a time, so that they are still in the CPU cache."""
-_NAME_LENGTH = 255
+NAME_LENGTH = 255
 """Bytes that a name may have on common file systems."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 # Constants of Linux's headers, which Python does not export.
@@ -399,7 +400,7 @@ def _hidden(name: str) -> str:
     """Return the beginning of the name of what is to become `name`, short enough for any suffix."""
     hidden = os.fsencode(f".{name.replace('hpc_ckpt_', 'hpc-')}")
     # Behind it come ".partial-", 8 digits, and perhaps ".old".
-    room = _NAME_LENGTH - 21
+    room = NAME_LENGTH - 21
     if len(hidden) > room:
         hidden = hidden[: room - 9] + f"-{zlib.crc32(hidden):08x}".encode()
     return os.fsdecode(hidden)

@@ -391,6 +391,8 @@ def test_what_cannot_be_loaded_or_saved_is_refused(rank: int, world: int, tmp_pa
     link = ModelCheckpoint(tmp_path, "b", save_last="link")
     with pytest.raises(ConfigurationError, match=r"save_last='link'.*Use save_last=True"):
         fit(world, "dp2", [link], strategy={"async_save": True})
+    with pytest.raises(ConfigurationError, match=r"letters gives names of 256 bytes .*LP511"):
+        fit(world, "dp2", [ModelCheckpoint(tmp_path, "x" * 248 + "{epoch}-{step}")])
     with pytest.raises(CheckpointError, match=r"differs in group 0 by model\.blocks\.0"):
         fit(world, "dp2", [], module=Frozen(), ckpt=tmp_path / "a.ckpt", max_epochs=3)
     with pytest.raises(CheckpointError, match=r"unexpected model\.blocks\.3"):

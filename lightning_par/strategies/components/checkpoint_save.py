@@ -1,7 +1,9 @@
 """Saving checkpoints of a mesh: what the Trainer's `save_checkpoint` does."""
 
 import logging
-from collections.abc import Callable, Iterable
+import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning_par.checkpoint.file_system import holds_one_file
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.part import make_part, Part
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
+from lightning_par.checkpoint.storage import NAME_LENGTH
 from lightning_par.checkpoint.writer import SaveMetadata
 from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
@@ -34,6 +37,22 @@ __all__ = ["CheckpointSave", "mesh_sizes"]
 
 _log = logging.getLogger(__name__)
 _PLAIN_WRITERS = torch.save, TorchCheckpointIO.save_checkpoint
+
+
+def _too_long(callback: Checkpoint) -> str | None:
+    """Return why no file can have the name that a callback gives its checkpoints, if so."""
+    template = getattr(callback, "filename", None)
+    if not isinstance(template, str):
+        return None
+    # What is put in for a metric has one letter at least; with its name it is longer.
+    shortest = re.sub(r"\{.*?\}", "0", template) + getattr(callback, "FILE_EXTENSION", ".ckpt")
+    longest = max(len(os.fsencode(part)) for part in shortest.split("/"))
+    if longest <= NAME_LENGTH:
+        return None
+    return (
+        f"ModelCheckpoint(filename=...) of {len(template)} letters gives names of {longest} bytes "
+        f"at least, of which a file system takes {NAME_LENGTH}. Use a shorter one."
+    )
 
 
 def mesh_sizes(sizes: ParallelSizes) -> dict[str, int]:
@@ -66,7 +85,7 @@ class CheckpointSave:
         self.leads = True
         self.share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
-    def check(self, checkpoint_io: CheckpointIO, callbacks: Iterable[Checkpoint]) -> None:
+    def check(self, checkpoint_io: CheckpointIO, callbacks: Sequence[Checkpoint]) -> None:
         """Refuse plugins and callbacks that the options cannot serve.
 
         Args:
@@ -97,6 +116,7 @@ class CheckpointSave:
                 "checkpoint that is not complete yet, and the last complete one would not be "
                 "found. Use save_last=True."
             )
+        problems += [text for callback in callbacks if (text := _too_long(callback)) is not None]
         raise_problems(ConfigurationError, "LP511", problems)
 
     def weights(self, model: ParallelModel) -> dict[str, Any]:
