@@ -87,6 +87,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
+        self._end_if_orphaned()
         # Before other processes are started: errors of options are printed once, and within
         # seconds.
         self._preflight(trainer, args[0] if args else None)
@@ -124,6 +125,22 @@ class PreflightLauncher(SubprocessScriptLauncher):
                 if clearer is not None:
                     raise clearer from error
                 raise
+
+    def _end_if_orphaned(self) -> None:
+        """End this process if the one that started it was gone before this one could watch it.
+
+        It would wait at the rendezvous for a rank that does not come: importing takes seconds, in
+        which the other one may have been told to end, or have raised.
+        """
+        launcher = os.environ.get(_LAUNCHER)
+        if launcher is None or self.sees_processes:
+            return
+        try:
+            # Alive where a rank has started this process by itself, whose variables it has.
+            os.kill(int(launcher), 0)
+        except ProcessLookupError:
+            _say_gone(int(launcher))
+            os._exit(1)
 
     def _check_count(self) -> None:
         """Refuse another number of processes than the Trainer was told.
@@ -166,11 +183,11 @@ class PreflightLauncher(SubprocessScriptLauncher):
 
     def _observe_launcher(self, over: threading.Event) -> None:
         """End this process if the one that started it is gone while nobody else watches."""
-        launcher = os.getppid()
+        launcher = int(os.environ[_LAUNCHER])
         while not over.wait(_PERIOD):
             # An orphan gets another parent (init, or a subreaper).
             if self.observes and os.getppid() != launcher:
-                _logger.critical("the process that started this one (pid %d) is gone.", launcher)
+                _say_gone(launcher)
                 os._exit(1)
 
     def _observe_children(self, over: threading.Event) -> None:
@@ -218,6 +235,10 @@ def _divide_cores(num_processes: int) -> None:
     count = max(1, cores // num_processes)
     torch.set_num_threads(count)
     os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+def _say_gone(launcher: int) -> None:
+    _logger.critical("the process that started this one (pid %d) is gone.", launcher)
 
 
 def _describe(processes: Sequence["subprocess.Popen[bytes]"]) -> str:
