@@ -13,6 +13,7 @@ machine is so busy that looks come late, the others are as late, and have more t
 
 import faulthandler
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -223,8 +224,11 @@ class RankWatch:
 
     def _kill_unresponsive(self) -> None:
         for state in self._unresponsive():
-            with suppress(ProcessLookupError):
-                os.kill(state.pid, signal.SIGKILL)
+            # Before the rank, whose children the system hands to another process.
+            workers = _workers_of(state.pid)
+            for pid in (state.pid, *workers):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _watch(self) -> None:
         looks, count, place = 0, 0, WaitingPlace()  # looks since the first failure was seen
@@ -245,7 +249,7 @@ class RankWatch:
                     text = "%s had %s, and has not ended since. It waits here:"
                     _logger.critical(text, self._name(mine), mine.fault)
                     faulthandler.dump_traceback(all_threads=True)
-                    os._exit(1)
+                    _leave()
                 continue
             failed = (RankStatus.FAILED, RankStatus.CUT_OFF)
             if not any(s.is_dead or s.status in failed for s in states):
@@ -280,7 +284,7 @@ class RankWatch:
         for _ in range(3):  # in which the others see the same
             self._say_place(places[self._file.rank])
             time.sleep(_APART * _PERIOD)
-        os._exit(1)
+        _leave()
 
     def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""
@@ -293,7 +297,7 @@ class RankWatch:
         # Others of this node end in the same way, each with its own words.
         time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
-        os._exit(1)
+        _leave()
 
     def _name(self, state: RankState) -> str:
         return f"{self.sizes.describe(state.rank)}{self._host}"
@@ -355,6 +359,31 @@ class RankWatch:
     def _say_unresponsive(self, state: RankState, seconds: float) -> str:
         why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""
         return f"{self._name(state)} has been in {state.activity} for {seconds:.0f} s{why}"
+
+
+def _leave() -> NoReturn:
+    """End this process at once, and the workers of its data loaders with it.
+
+    Python ends them at its own exit only, and one that hangs in the user's code never looks whether
+    its rank is there.
+    """
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(1)
+
+
+def _workers_of(pid: int) -> list[int]:
+    """Return the processes that multiprocessing started for a rank; none where nothing tells."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            # Behind the name, which may hold anything: the state, and the parent.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            # A loader forks a rank, whose command it keeps; other commands are the user's.
+            command = (folder / "cmdline").read_bytes() if parent == pid else b""
+            if command and command == Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def _print_instead_of_traceback(note: str, text: str) -> None:

@@ -124,6 +124,17 @@ def test_a_loader_that_fails_on_one_rank_ends_every_process(
     assert 0 in run.blames(rf"rank 1 \(tp 1\) {blame}"), run.logs
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
+    fault = Fault(kind="sample loops in a worker", rank=1, step=3)
+    run = run_with_fault(2, fault, tmp_path, timeout=TIMEOUT)
+    assert_all_ended(run, math.inf)
+    assert 0 in run.blames(r"rank 1 \(tp 1\) has been in .* for \d+ s"), run.logs
+    pid = re.search(r"hangs in process (\d+)", run.logs[1])
+    assert pid is not None
+    assert not Path(f"/proc/{pid[1]}").exists() or "Z" in Path(f"/proc/{pid[1]}/stat").read_text()
+
+
 TAKES_THE_FIRST_LOCK = """
 import fcntl, sys
 file = open(sys.argv[1], "r+b")

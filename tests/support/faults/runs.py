@@ -37,7 +37,7 @@ class Fault:
     Attributes:
         kind: "kill", "stop", "raise", "loop" or "save", a checkpoint on one rank; "kill worker" of
             its loader; or, when its loader gives a sample of the step, "sample raises" and "sample
-            loops".
+            loops" or, in a process of the loader, "sample loops in a worker".
         rank: Where.
         step: In which optimizer step.
         delay: Seconds after the start of that step, for "kill" and "stop".
@@ -126,7 +126,7 @@ class _FaultySamples(ToyData):
 
     def __getitem__(self, index: int) -> Any:
         if index == self.place and self.fault.kind.startswith("sample"):
-            _hit(_wait_for_ever if self.fault.kind == "sample loops" else _fail)
+            _hit(_fail if self.fault.kind == "sample raises" else _wait_for_ever)
         return super().__getitem__(index)
 
 
@@ -141,6 +141,7 @@ def _fail() -> None:
 
 
 def _wait_for_ever() -> None:
+    _say(f"hangs in process {os.getpid()}")
     threading.Event().wait()
 
 
@@ -156,9 +157,14 @@ def _rank(rank: int, world: int, port: int, folder: Path, fault: Fault, timeout:
     strategy = lightning_par.Hybrid3DStrategy(timeout=timedelta(seconds=timeout))
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=fault.step + 100)
     try:
-        workers = int(fault.kind in ("kill worker", "sample raises"))
+        workers = int("worker" in fault.kind or fault.kind == "sample raises")
+        # As in a script: where this process is from would have a server start the workers.
+        context = "fork" if workers else None
         data = _FaultySamples(fault, rank)
-        trainer.fit(_Faulty(fault), DataLoader(data, 4, num_workers=workers))
+        trainer.fit(
+            _Faulty(fault),
+            DataLoader(data, 4, num_workers=workers, multiprocessing_context=context),
+        )
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as Python does
         sys.stderr.flush()
