@@ -432,9 +432,11 @@ class IslandClient:
     def _connect(self, pending: tuple[int, str] | None) -> Answer:
         """Introduce this rank, and give the model if it is asked for; return the welcome."""
         host, _, port = self._place.server.rpartition(":")
+        certificates = self._outer.ca_file
+        # First: where they cannot be read, a connection would stay open.
+        context = certificates and ssl.create_default_context(cafile=certificates)
         connection = socket.create_connection((host, int(port)), timeout=10)
-        if self._outer.ca_file is not None:
-            context = ssl.create_default_context(cafile=self._outer.ca_file)
+        if context:
             connection = context.wrap_socket(connection, server_hostname=host)
         channel = self._channel = Channel(connection, self._place.key, is_server=False)
         # `close` may have run between the connection and its channel, and would not see it.

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_par.engine.data.islands.channel import Channel
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.regions import Hello, Region
 from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.errors import IslandError
 from tests.support.exhaustive import some
 from tests.support.islands import Island, KEY, serving, SHAPES
 from tests.unit.engine.islands.test_channel import Tap
@@ -167,3 +169,17 @@ def test_strangers_change_nothing_and_leave_nothing(
     assert len(said) - len(more) + sum(more) == 4 * (5 + count) + 1
     assert max(map(len, said)) <= 500
     assert more
+
+
+def test_a_connection_that_cannot_be_encrypted_is_closed(tmp_path: Path) -> None:
+    """As its certificates are gone."""
+    outer = Outer(every=1, timeout=0.5, ca_file=str(tmp_path / "gone.pem"))
+    with warnings.catch_warnings(record=True) as caught, serving() as server:
+        warnings.simplefilter("always", ResourceWarning)
+        island = Island(server.port, 0, outer, START)
+        with pytest.raises(IslandError, match="has not reached its server"):
+            island.join()
+        island.close(finished=False)
+        del island
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
