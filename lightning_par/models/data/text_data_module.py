@@ -3,6 +3,7 @@ packed documents, and of several corpora.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.errors import ConfigurationError, MeshError, raise_problems
 from lightning_par.models.data.blended_corpora import BlendedCorpora
 from lightning_par.models.data.packed_documents import PackedDataset
 from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
@@ -180,7 +181,16 @@ class TextDataModule(L.LightningDataModule):
             self._split()
         if stage != "fit":
             return
-        # Here, as the model is set up after it, which takes long.
+        # The model is set up later, which takes long. Sizes that are chosen from it are not known yet.
+        with suppress(MeshError):
+            self._train_sampler()
+
+    def _train_sampler(self) -> ReplicaSampler:
+        """Return the sampler of the training split.
+
+        Raises:
+            ConfigurationError: A replica has less than a batch.
+        """
         sampler = self._sampler("train", shuffle=self.shuffle, drop_last=True)
         if sampler.num_samples < self.batch_size:
             raise ConfigurationError(
@@ -189,6 +199,7 @@ class TextDataModule(L.LightningDataModule):
                 f"tokens, too few for batch_size={self.batch_size} on {sampler.num_replicas} "
                 "replicas; use more text, or a smaller batch_size or length.",
             )
+        return sampler
 
     def _split(self) -> None:
         """Fill `_splits`."""
@@ -214,7 +225,7 @@ class TextDataModule(L.LightningDataModule):
         loader: ResumableLoader[dict[str, Tensor]] = ResumableLoader(
             self._splits["train"],
             batch_size=self.batch_size,
-            sampler=self._sampler("train", shuffle=self.shuffle, drop_last=True),
+            sampler=self._train_sampler(),
             drop_last=True,
             num_workers=self.num_workers,
         )
