@@ -181,7 +181,7 @@ class TextDataModule(L.LightningDataModule):
             self._split()
         if stage != "fit":
             return
-        # The model is set up later, which takes long. Sizes that are chosen from it are not known yet.
+        # Before the model is set up, which takes long; sizes chosen from it are not known yet.
         with suppress(MeshError):
             self._train_sampler()
 
