@@ -35,6 +35,8 @@ LARGEST = 2**30
 _COPIES = 12
 """Parameters, gradients before and after hooks, and two states, and what the mesh had of them, in
 units of the parameters."""
+_OF_RUN = 8
+"""Parameters, gradients and two states of two replicas, which a run on the CPU allocates later."""
 
 _OWN = frozenset(vars(pl.LightningModule()))
 """Attributes that Lightning and torch give every module."""
@@ -67,8 +69,11 @@ def take_skeleton(
     too_large = ""
     if verify == "auto" and size > LARGEST:
         too_large = f"the model has {size / 2**30:.1f} GiB of parameters, more than 1"
-    elif free is not None and free < _COPIES * size:
-        too_large = f"whole it would need {_COPIES * size / 2**30:.1f} GiB on rank 0"
+    else:
+        is_on_cpu = module.trainer.strategy.root_device.type == "cpu"
+        need = (_COPIES + (_OF_RUN if is_on_cpu else 0)) * size
+        if free is not None and free < need:
+            too_large = f"{need / 2**30:.1f} GiB have to be free on rank 0 to compare it whole"
     try:
         with fork_all_rng(torch.device("cpu")):  # copies of the user's objects may draw numbers
             return Skeleton(module, getattr(module.trainer, "callbacks", ()), too_large)
