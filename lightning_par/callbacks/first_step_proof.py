@@ -58,10 +58,10 @@ class FirstStepProof(Callback):
             )
         if stage != "fit":
             return
-        if dist.is_initialized() and self._world is None:
-            group = dist.new_group([0])
-            self._world = None if trainer.global_rank else group
-        self._proof = StrategyProof(trainer, pl_module, self._world)
+        # Every rank has to call it in every fit, as torch numbers the groups on each rank.
+        self._world = dist.new_group([0]) if dist.is_initialized() else None
+        world = None if trainer.global_rank else self._world
+        self._proof = StrategyProof(trainer, pl_module, world)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -98,10 +98,15 @@ class FirstStepProof(Callback):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Put the methods of the strategy back, of a run that ends before its first step does."""
+        """Put the methods of the strategy back, of a run that ends before its first step does, and
+        end the group.
+        """
         if self._proof is not None:
             self._proof.close()
             self._proof = None
+        if self._world is not None and dist.is_initialized():
+            dist.destroy_process_group(self._world)
+        self._world = None
 
 
 def _warn_of_repeats(loaders: Any, stage: str) -> None:

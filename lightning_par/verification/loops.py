@@ -119,7 +119,10 @@ def compare(
                 copies=copies,
             ).judge()
 
-        return agree_elsewhere(judge, name)
+        report = agree_elsewhere(judge, name)
+    if world is not None:
+        dist.destroy_process_group(world)
+    return report
 
 
 def _step_alone(

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -465,3 +467,16 @@ def test_verify_takes_any_strategy(
     status, out, _ = command(monkeypatch, capsys, "verify", f"--config={config}")
     assert said in out
     assert status == (0 if "equals" in said else 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_groups_can_be_made_afterwards(rank: int, world: int, name: str) -> None:
+    """torch numbers groups on each rank: one that rank 0 makes alone lets later ones wait."""
+    proof = FirstStepProof()
+    for _ in range(2):
+        module = PlainModule()
+        module = divided(module) if name.startswith("ModelParallel") else module
+        fit(module, strategy_named(name), world, [proof])
+    # Ranks keep groups for later tests; no other one makes some like it.
+    dist.all_reduce(torch.ones(()), group=dist.new_group(timeout=timedelta(seconds=37)))

@@ -1,5 +1,6 @@
 """Running the user's code without a word to the outside: loggers, the terminal, files, sockets."""
 
+import functools
 import io
 import logging
 import os
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed import device_mesh
 
 from lightning_par.engine.rng import fork_all_rng
 from lightning_par.strategies.components.step_writes import logger_like, NO_RANK
@@ -84,8 +86,28 @@ def single_process(
         stack.callback(os.environ.update, hidden)
         stack.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
         dist.group.WORLD = world
+        if world is not None:
+            for owner in (dist, device_mesh):
+                made = replaced(owner, "new_group", _uncounted(owner.new_group))
+                stack.enter_context(made)
         stack.enter_context(torch.enable_grad())
         yield
+
+
+def _uncounted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `new_group` whose groups have no number.
+
+    torch names groups by a counter of each rank. One that this rank makes alone, as the Trainer
+    does for a barrier, would give its later groups other names than those of the other ranks, and
+    all of them would wait for each other.
+    """
+
+    @functools.wraps(plain)
+    def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+        options["use_local_synchronization"] = True
+        return plain([0] if ranks is None else ranks, *args, **options)
+
+    return new_group
 
 
 @contextmanager
