@@ -244,7 +244,7 @@ class _Reference:
         forms: Mapping[str, Form],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        self._pieces, self._given = pieces, judge
+        self._pieces, self._caller = pieces, judge
         self._parameters = {
             name: _without_memory(parameter, forms[name], judge.device)
             for name, parameter in judge.skeleton.module.named_parameters()
@@ -272,7 +272,7 @@ class _Reference:
         for name in [name for name in left if name not in self._differences]:
             self._differences.add(name, pieces.ask("gradient", name), None)
         found = self._judge.judge_gradients(StepRecord(losses=[loss]), self._differences)
-        self._given.difference = self._judge.difference
+        self._caller.difference = self._judge.difference
         return found
 
     def _value_of(self, name: str) -> Tensor:
@@ -283,7 +283,7 @@ class _Reference:
     def _prepare(self, module: pl.LightningModule) -> None:
         """Let the blocks of the copy keep their inputs only, and compare each gradient at once."""
         parts = dict(module.named_modules())
-        for name in self._given.model.resolved.block_names:
+        for name in self._caller.model.resolved.block_names:
             if name in parts and not _keeps_numbers(parts[name]):
                 recompute(parts[name], "full")
         for name, parameter in module.named_parameters():
