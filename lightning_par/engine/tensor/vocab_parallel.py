@@ -270,6 +270,8 @@ def _answer_from_shard(
             return func(x, *rest, **kwargs)
         if func in (Tensor.is_floating_point, torch.is_floating_point):
             return True
+        if func in (Tensor.is_inference, torch.is_inference):
+            return func(x.local)
         shape, dim, size = x.shape, x.vocab_dim, x.shape[x.vocab_dim]
     # A hook on the logits sees the gradient of this rank's columns.
     if func is Tensor.register_hook or func is Tensor.__repr__:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.models import GPTModule
-from lightning_par.strategies.components import progress_bar
+from lightning_par.observe import terminal_bar
 from tests.support.progress import Terminal
 from tests.support.ranks.api import run_ranks
 from tests.support.resharding import make_data, make_trainer, SIZES, Witness
@@ -27,7 +27,7 @@ def watch(rank: int, world: int, folder: Path, form: str, shown: bool) -> tuple[
     """
     made: dict[int, Any] = {}  # by identity: tqdm compares bars by their line
 
-    class Kept(progress_bar._Bar):  # type: ignore[misc]
+    class Kept(terminal_bar._Bar):  # type: ignore[misc]
         def close(self) -> None:
             if not self.disable:
                 made[id(self)] = self
@@ -35,8 +35,8 @@ def watch(rank: int, world: int, folder: Path, form: str, shown: bool) -> tuple[
 
     path, terminal = folder / "a.ckpt", Terminal()
     with (
-        mock.patch.object(progress_bar, "_Bar", Kept),
-        mock.patch.object(progress_bar, "_DELAY", 0.0),
+        mock.patch.object(terminal_bar, "_Bar", Kept),
+        mock.patch.object(terminal_bar, "DELAY", 0.0),
         mock.patch.object(sys, "stderr", terminal),
     ):
         for layout, steps, source in zip(LAYOUTS[form], (1, 2), (None, path), strict=True):

@@ -163,6 +163,7 @@ def test_shape_and_type_are_those_of_the_whole_without_communication(rank, world
         assert (x.size(1), x.dim(), x.ndim, x.numel(), len(x)) == (T, 3, 3, 70, B)
         assert (x.dtype, x.device.type, x.requires_grad) == (torch.float64, "cpu", True)
         assert x.is_floating_point()
+        assert not x.is_inference()
         assert not x.detach().requires_grad
         columns = split_sizes(7, 2)[rank]
         assert repr(x) == f"VocabShardedLogits(shape=(2, 5, 7), local=(2, 5, {columns}))"
