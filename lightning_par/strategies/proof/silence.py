@@ -33,32 +33,40 @@ def silent(loggers: Sequence[Any]) -> Iterator[Callable[[], bool]]:
 
     Loggers answer as on a rank that is not the first, what is printed or logged by `logging` is
     dropped, and files that are opened for writing are copies that go away. Gives what tells whether
-    anything was printed, or a file written.
+    a logger was called, anything was printed, or a file written.
 
     Args:
         loggers: Those of the user's Trainer.
     """
+    calls: list[str] = []
     with ExitStack() as stack:
         for logger in loggers:
             kind = type(logger)
             stack.callback(setattr, logger, "__class__", kind)
-            logger.__class__ = _silent_class(kind)
+            logger.__class__ = _silent_class(kind, calls)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(max(logging.ERROR, logging.root.manager.disable))
         stack.enter_context(replaced(rank_zero_only, "rank", NO_RANK))
         said = stack.enter_context(redirect_stdout(io.StringIO()))
         files = stack.enter_context(files_aside())
-        yield lambda: bool(said.tell() or files)
+        yield lambda: bool(calls or said.tell() or files)
 
 
-def _silent_class(kind: type) -> type:
-    """Return a class like that of a logger, whose experiment and methods that log do nothing."""
+def _silent_class(kind: type, calls: list[str]) -> type:
+    """Return a class like that of a logger, which does nothing and notes what is called to log."""
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
+    def noted(name: str) -> Callable[..., Any]:
+        return lambda *_, **__: calls.append(name)
+
+    def experiment(_: Any) -> Any:
+        calls.append("experiment")
+        return DummyLogger().experiment
+
     others = dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
-    return logger_like(kind, lambda _: nothing, **others, experiment=DummyLogger().experiment)
+    return logger_like(kind, noted, **others, experiment=property(experiment))
 
 
 @contextmanager

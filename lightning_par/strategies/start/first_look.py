@@ -225,7 +225,7 @@ class FirstLook:
             if self._layout.loss_weight is not None and not is_random:
                 warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
         if self._mesh.sizes.data > 1:
-            warn_of_own_outputs(self._module, "training_step", seen.leaves, self._mesh.sizes.data)
+            warn_of_own_outputs(self._module, "training_step", seen, self._mesh.sizes.data)
         if divides and dims.size is not None:
             entries = ", ".join(path or "the batch" for path in dims.dims)
             self._decisions.add("batch dim", f"{dims.size} samples of {entries}")

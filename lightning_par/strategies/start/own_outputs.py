@@ -1,13 +1,12 @@
 """Warnings of numbers that parts of a batch, or replicas, give otherwise than one process."""
 
-from collections.abc import Sequence
-
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_par.observe.contents import names_in
 from lightning_par.strategies.step.metrics import OF_METRIC
 from lightning_par.strategies.step.returned import warn_of_results
+from lightning_par.strategies.step.step_report import StepReport
 
 __all__ = ["warn_of_logs", "warn_of_own_outputs"]
 
@@ -16,21 +15,28 @@ _JOINS = frozenset({"all_gather", "all_gather_object", "all_reduce", "gather_obj
 
 
 def warn_of_own_outputs(
-    module: pl.LightningModule, step: str, left: Sequence[str], replicas: int
+    module: pl.LightningModule, step: str, seen: StepReport, replicas: int
 ) -> None:
-    """Warn where a step leaves values in attributes that a hook of its epoch reads, as each replica
-    then computes a number of its own samples.
+    """Warn where a step leaves values in attributes that a hook of its epoch reads, or writes by
+    itself: each replica does so with numbers of its own samples.
 
     Args:
         module: The user's LightningModule.
         step: Name of the step.
-        left: Names of the attributes that it has changed.
+        seen: What the look at it saw.
         replicas: Their number.
     """
+    if seen.writes:
+        rank_zero_warn(
+            f"{step} writes by itself (to a logger, the terminal or a file): rank 0 writes what "
+            f"it computes of its own samples, those of one of {replicas} replicas, as with DDP, "
+            "where one process writes what it computes of the whole batch. Use self.log(name, "
+            "value); or call self.all_gather(value) on every rank, and write on rank 0."
+        )
     loop = _LOOPS.get(step)
     for hook in (f"on_{loop}_epoch_end", f"on_{loop}_end"):
         names = names_in(getattr(type(module), hook, None))
-        read = sorted(name for name in left if name.rpartition(".")[2] in names)
+        read = sorted(name for name in seen.leaves if name.rpartition(".")[2] in names)
         if read and not names & _JOINS:
             attributes = ", ".join(f"self.{name}" for name in read)
             rank_zero_warn(

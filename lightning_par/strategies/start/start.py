@@ -296,7 +296,7 @@ class RunStart:
         if steps.pipeline is not None and (seen.leaves or seen.writes):
             known.count = 1  # what hooks of an epoch read, or it writes, is then of a whole batch
         if has_replicas:
-            warn_of_own_outputs(steps.module, name, seen.leaves, steps.mesh.sizes.data)
+            warn_of_own_outputs(steps.module, name, seen, steps.mesh.sizes.data)
         if is_random:
             return
         others = looks.judge_logs(seen, parts, known.count)
@@ -393,7 +393,7 @@ class _LookWatch:
 
     Attributes:
         losses: Cross-entropies that the step computes.
-        has_written: Tells whether it has written to the terminal or a file.
+        has_written: Tells whether it has written to a logger, the terminal or a file.
     """
 
     def __init__(
