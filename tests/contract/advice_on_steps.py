@@ -295,7 +295,6 @@ STEPS: dict[str, dict[str, str]] = {
         "a forward on every rank": "cures_of_steps::a_forward_for_the_first_rank",
         "arrays that every rank has made": "cures_of_steps::arrays_for_the_first_rank",
         "full_parameter(name)": "gradients::norms_from_the_strategy",
-        "states from a checkpoint": "cures_of_steps::states_of_an_optimizer_from_a_checkpoint",
     },
     "LP416": {
         "a hyperparameter": "cures_of_shards::a_learning_rate_by_the_number_of_processes",

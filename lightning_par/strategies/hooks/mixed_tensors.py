@@ -11,7 +11,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from lightning_par.dtensor import shard_of, whole
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 
-__all__ = ["SET_DATA", "first", "is_masked", "run", "written"]
+__all__ = ["SET_DATA", "entry", "first", "is_masked", "is_number", "run", "written"]
 
 _TENSOR: Any = Tensor
 SET_DATA = _TENSOR.data.__set__
@@ -82,3 +82,14 @@ def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) ->
 
 def _whole(value: Any) -> Any:
     return whole(value.detach()) if isinstance(value, DTensor) else value
+
+
+def entry(value: Any, index: int, count: int) -> Any:
+    """Return the entry of a list of so many, as a list; anything else as it is."""
+    is_list = isinstance(value, list | tuple) and len(value) == count
+    return [value[index]] if is_list else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a tensor with one entry and no dims."""
+    return isinstance(value, Tensor) and value.ndim == 0

@@ -1,17 +1,22 @@
-"""The groups of optimizers as hooks see them: with the parameters of all pipeline stages."""
+"""The groups of optimizers as hooks see them: with the parameters and states of all stages."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.errors import PlanError
-from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
-from lightning_par.upstream.pytree import tree_leaves
+from lightning_par.strategies.step.absent_parameter import About, AbsentParameter, user_line
+from lightning_par.upstream.pytree import tree_leaves, tree_map
 
-__all__ = ["WholeGroups", "is_absent", "note_places"]
+__all__ = ["StagesView", "WholeGroups", "is_absent", "note_places"]
 
 _PLACES = "_lightning_par_places"
 """Attribute of an optimizer of a stage: for each group, its members as one process lists them; None
@@ -40,17 +45,39 @@ def note_places(optimizer: Optimizer, groups: Iterable[Sequence[Any]]) -> None:
     vars(optimizer)[_PLACES] = places
 
 
+class StagesView(Protocol):
+    """What is known of the stages of a pipeline while a hook sees the whole module.
+
+    Attributes:
+        group: The ranks of this pipeline; None: there is none.
+        place: Which of them this is.
+    """
+
+    group: dist.ProcessGroup | None
+    place: int
+
+    def parameters_here(self) -> Mapping[str, Tensor]:
+        """Return the parameters that this stage gives to others, by FQN."""
+
+    def agree(self, what: str) -> None:
+        """Raise, on all ranks, if other ranks are not about to do `what`, too."""
+
+    def stand_for(self, about: About, stage: int) -> Tensor:
+        """Return what stands for a tensor of another stage."""
+
+
 class WholeGroups:
-    """Lets the groups of optimizers list what one process would have there.
+    """Lets the groups and states of optimizers list what one process would have there.
 
     Args:
         optimizers: Those of this stage; others than by `note_places` stay as they are.
-        agree: Raises, on all ranks, where others ask for something else than this rank.
+        view: What is known of the stages.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], agree: Callable[[str], None]) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], view: StagesView) -> None:
         self._optimizers = [one for one in optimizers if _PLACES in vars(one)]
-        self._agree = agree
+        self._view, self._plain = view, list[Any]()
+        self._found: list[dict[str, Any]] | None = None
 
     def states(self) -> list[Tensor]:
         """Return the tensors that the optimizers keep of the parameters that this rank holds."""
@@ -60,8 +87,9 @@ class WholeGroups:
         ]
 
     def show(self) -> None:
-        """List the parameters of all stages."""
-        for optimizer in self._optimizers:
+        """List the parameters of all stages, and their states."""
+        self._plain = [optimizer.state for optimizer in self._optimizers]
+        for index, optimizer in enumerate(self._optimizers):
             for group, places in zip(
                 optimizer.param_groups, vars(optimizer)[_PLACES], strict=False
             ):
@@ -71,60 +99,126 @@ class WholeGroups:
                     continue
                 held = iter(tuple(members))
                 members[:] = [next(held) if place is None else place for place in places]
-                away = (place for place in places if place is not None)
-                # An entry, or a hook that asks for the state would find none and think that it
-                # never stepped.
-                optimizer.state.update((p, _StateElsewhere(p.fqn, self._agree)) for p in away)
+            away = partial(self._elsewhere, index)
+            states: Any = _WholeStates(self._plain[index], optimizer.param_groups, away)
+            optimizer.state = states
 
     def hide(self) -> None:
         """List the parameters that this rank holds; the others may be more than before."""
-        for optimizer in self._optimizers:
+        for optimizer, plain in zip(self._optimizers, self._plain, strict=False):
+            # A hook may have put another one in its place, as `load_state_dict` does.
+            if isinstance(optimizer.state, _WholeStates):
+                optimizer.state = plain
             groups = [group["params"] for group in optimizer.param_groups]
             note_places(optimizer, groups)
             for members in groups:
-                for absent in filter(is_absent, members):
-                    optimizer.state.pop(absent, None)
                 # In place: Lightning and schedulers hold the lists.
                 members[:] = [member for member in members if not is_absent(member)]
+        self._plain = []
+
+    def _elsewhere(self, index: int) -> dict[str, Any]:
+        """Return the states of an optimizer that other stages keep, by FQN.
+
+        **Communicates**: once in a hook, over the ``pp`` axis, what each stage keeps.
+        """
+        if self._found is None:
+            self._found = self._exchanged()
+        return self._found[index]
+
+    def _exchanged(self) -> list[dict[str, Any]]:
+        view, what = self._view, "the states of the optimizers"
+        here = view.parameters_here().items()
+        own = [{n: _described(n, plain[p]) for n, p in here if p in plain} for plain in self._plain]
+        try:
+            pickle.dumps(own)
+        except Exception as error:  # whatever an optimizer of a user's keeps
+            what += f", which cannot be sent from stage to stage: {error}"
+        view.agree(what)
+        if "cannot" in what:
+            raise PlanError("LP408", f"a hook reads {what}{user_line()}.")
+        told = [own] * dist.get_world_size(view.group)
+        dist.all_gather_object(told, own, group=view.group)
+        found: list[dict[str, Any]] = [{} for _ in own]
+        for stage, given in enumerate(told):
+            stand = partial(_stand_for, view, stage)
+            for states, theirs in zip(found, given, strict=True):
+                states |= {} if stage == view.place else tree_map(stand, theirs)
+        return found
 
 
-class _StateElsewhere(dict[str, Any]):
-    """What an optimizer keeps of a parameter of another stage: whoever asks for an entry, for how
-    many there are or for a file of it is refused; who goes over all of them finds none.
+def _described(name: str, state: Any) -> Any:
+    """Return the state of a parameter with descriptions in the place of its tensors."""
+
+    def describe(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return About(f"the optimizer's state of {name}", tuple(value.shape), value.dtype)
+
+    return tree_map(describe, dict(state))
+
+
+def _stand_for(view: StagesView, stage: int, value: Any) -> Any:
+    return view.stand_for(value, stage) if isinstance(value, About) else value
+
+
+class _WholeStates(MutableMapping[Any, Any]):
+    """What an optimizer keeps of the parameters of all stages, in the order of its groups.
+
+    Whoever reads it asks for the states of other stages, also for one that this rank has: all ranks
+    run the same code, and so they ask at the same place.
 
     Args:
-        name: FQN of the parameter.
-        agree: As in `WholeGroups`: the rank that has it may ask others for its value.
+        plain: The states of this rank, which stay where they are.
+        groups: Of the optimizer.
+        elsewhere: Returns the states of other stages, by FQN.
     """
 
-    def __init__(self, name: str, agree: Callable[[str], None]) -> None:
-        super().__init__()
-        self._name, self._agree = name, agree
+    def __init__(
+        self, plain: Any, groups: list[dict[str, Any]], elsewhere: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._plain, self._groups, self._elsewhere = plain, groups, elsewhere
 
     @override
-    def __getitem__(self, key: str) -> Any:
-        raise self._refusal()
+    def __getitem__(self, key: Any) -> Any:
+        found = self._elsewhere()
+        if not is_absent(key):
+            return self._plain[key]
+        return found.setdefault(key.fqn, {})  # as torch's own, which is a `defaultdict`
 
     @override
-    def get(self, key: str, default: Any = None) -> Any:
-        raise self._refusal()
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if is_absent(key):
+            self._elsewhere()[key.fqn] = value
+        else:
+            self._plain[key] = value
 
     @override
-    def __contains__(self, key: object) -> bool:
-        raise self._refusal()
+    def __delitem__(self, key: Any) -> None:
+        if is_absent(key):
+            del self._elsewhere()[key.fqn]
+        else:
+            del self._plain[key]
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        found = self._elsewhere()
+        members = [p for group in self._groups for p in group["params"]]
+        known = {id(p) for p in members}
+        yield from (p for p in members if (p.fqn in found if is_absent(p) else p in self._plain))
+        yield from (key for key in self._plain if id(key) not in known)
 
     @override
     def __len__(self) -> int:
-        raise self._refusal()
+        return sum(1 for _ in self)
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        found = self._elsewhere()
+        return key.fqn in found if isinstance(key, AbsentParameter) else key in self._plain
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return defaultdict(dict, copy.deepcopy(dict(self), memo))
 
     @override
     def __reduce__(self) -> Any:
-        raise self._refusal()
-
-    def __deepcopy__(self, memo: Any) -> "_StateElsewhere":
-        return self
-
-    def _refusal(self) -> PlanError:
-        what = f"the optimizer's state of {self._name}, which another stage has,"
-        self._agree(what)  # differs, as the stage that has it does not get here
-        return PlanError("LP408", f"a hook reads {what}{user_line()}.")
+        return partial(defaultdict, dict), (dict(self),)

@@ -35,7 +35,15 @@ from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.hooks.innermost_mode import asks_innermost, without_mode
-from lightning_par.strategies.hooks.mixed_tensors import first, is_masked, run, SET_DATA, written
+from lightning_par.strategies.hooks.mixed_tensors import (
+    entry,
+    first,
+    is_masked,
+    is_number,
+    run,
+    SET_DATA,
+    written,
+)
 from lightning_par.strategies.hooks.whole_groups import WholeGroups
 from lightning_par.strategies.step.absent_parameter import (
     About,
@@ -85,10 +93,9 @@ _CURE = (
     "Run a forward on every rank, outside of `if trainer.is_global_zero`, and print or write what "
     "comes on one. Of weights each rank holds a part: trainer.strategy.full_parameter(name) gives "
     "a whole one, and trainer.strategy.gather_state_dict() all of them on rank 0; every rank has "
-    "to call them. States of an optimizer stay on their stage; a checkpoint has those of all: "
-    "torch.load(path)['optimizer_states']. Go over module.named_parameters(), which lists the "
-    "same on all; a logger writes on rank 0 alone, so give it arrays that every rank has made "
-    "before: p.detach().numpy(), p.grad.numpy()."
+    "to call them. Go over module.named_parameters(), which lists the same on all; a logger "
+    "writes on rank 0 alone, so give it arrays that every rank has made before: "
+    "p.detach().numpy(), p.grad.numpy()."
 )
 
 
@@ -106,14 +113,14 @@ class WholeView(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._module, self._device = module, device
-        self._group = mesh.group("pp") if mesh.sizes.pipeline > 1 else None
-        self._place = mesh.place["pp"] if self._group is not None else 0
-        self._owners = {} if self._group is None else self._find_owners(self._group)
+        self.group = mesh.group("pp") if mesh.sizes.pipeline > 1 else None
+        self.place = mesh.place["pp"] if self.group is not None else 0
+        self._owners = {} if self.group is None else self._find_owners(self.group)
         self._handles: dict[str, AbsentParameter] = {}
         self._held: dict[int, tuple[str, int]] = {}
         self._grads: dict[str, Tensor | None] | None = None
         self._hook, self._is_first, self._is_paused = "", False, True
-        self._groups = WholeGroups((), self.agree)
+        self._groups = WholeGroups((), self)
         self._run = uuid.uuid4().hex
         self._fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -154,14 +161,14 @@ class WholeView(TorchFunctionMode):
         ranks.
         """
         self._hook, self._is_first, self._is_paused = hook, is_first, False
-        self._groups = WholeGroups(optimizers, self.agree)
+        self._groups = WholeGroups(optimizers, self)
         # Before `show`, which adds entries for parameters of others.
         states = self._groups.states()
         self._groups.show()
         if self._owners:
             named = dict(self._module.named_buffers()) | self._parameters()
             owners = self._owners
-            self._held = {id(state): ("", self._place) for state in states}
+            self._held = {id(state): ("", self.place) for state in states}
             self._held |= {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
         try:
             with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
@@ -195,7 +202,7 @@ class WholeView(TorchFunctionMode):
         Args:
             what: What this rank is about to do.
         """
-        self._agree(what, self._group)
+        self._agree(what, self.group)
 
     @property
     def is_on(self) -> bool:
@@ -208,7 +215,7 @@ class WholeView(TorchFunctionMode):
         if made is None:
             # In a rehearsal other stages do not answer, and nobody asks for values.
             stage = self._owners.get(about.name, -1)
-            made = self._handles[about.name] = self._make(about, stage)
+            made = self._handles[about.name] = self.stand_for(about, stage)
             with plain_functions():
                 made.requires_grad_(about.requires_grad)
         return made
@@ -220,14 +227,20 @@ class WholeView(TorchFunctionMode):
         """
         return tree_map(self._value_of, tree)
 
-    def _make(self, about: About, stage: int) -> AbsentParameter:
+    def parameters_here(self) -> dict[str, Tensor]:
+        """Return what this stage has to give to others."""
+        named = self._parameters().items()
+        return {name: p for name, p in named if self._owners.get(name) == self.place}
+
+    def stand_for(self, about: About, stage: int) -> AbsentParameter:
+        """Return what stands for a tensor of another stage."""
         made = absent_parameter(about, self._device, Refusals(waits=False))
         vars(made)[_STAGE] = self._run, stage
         return made
 
     def _stage_of(self, tensor: Any) -> int | None:
         """Return the pipeline rank to which a tensor belongs; None: all have it."""
-        if self._group is None:
+        if self.group is None:
             return None
         held = self._held.get(id(tensor))
         # Its own tensors by identity: these live longer than the hook.
@@ -246,18 +259,18 @@ class WholeView(TorchFunctionMode):
         if not self._is_part(tensor):
             return tensor
         stage, value = self._stage_of(tensor), None
-        self._agree(f"{tuple(tensor.shape)} of {stage}", self._group)
+        self._agree(f"{tuple(tensor.shape)} of {stage}", self.group)
         # `whole` communicates over the ranks of the stage alone.
-        if stage is None or stage == self._place:
+        if stage is None or stage == self.place:
             value = whole(tensor.detach()).detach()
         if stage is None:
             return value
-        assert self._group is not None
+        assert self.group is not None
         if value is None:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         else:
             value = value.contiguous().clone()
-        dist.broadcast(value, dist.get_global_rank(self._group, stage), group=self._group)
+        dist.broadcast(value, dist.get_global_rank(self.group, stage), group=self.group)
         return value
 
     def _agree(self, what: str, group: dist.ProcessGroup | None) -> None:
@@ -301,19 +314,19 @@ class WholeView(TorchFunctionMode):
 
         **Communicates**: a number for each parameter, over the ``pp`` axis.
         """
-        assert self._group is not None
-        self._agree("gradients", self._group)
+        assert self.group is not None
+        self._agree("gradients", self.group)
         names, named = [*self._owners], self._parameters()
         held = [n in named and _GRAD(named[n]) is not None for n in names]
         flags = torch.tensor(held, dtype=torch.uint8)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         found: dict[str, Tensor | None] = {}
         for name, handle in self._handles.items():
             found[name] = None
             if flags[names.index(name)]:
                 stage = self._owners[name]
                 about = About(f"{name}.grad", tuple(handle.shape), handle.dtype)
-                found[name] = self._make(about, stage)
+                found[name] = self.stand_for(about, stage)
         return found
 
     def __torch_function__(
@@ -371,8 +384,8 @@ class WholeView(TorchFunctionMode):
         count = len(lists[0])
         out = []
         for i in range(count):
-            given = {name: _entry(a, i, count) for name, a in kwargs.items()}
-            found = self._again_each(func, [_entry(a, i, count) for a in args], given)
+            given = {name: entry(a, i, count) for name, a in kwargs.items()}
+            found = self._again_each(func, [entry(a, i, count) for a in args], given)
             out += list(found or ())
         return tuple(out) if out else None
 
@@ -406,7 +419,7 @@ class WholeView(TorchFunctionMode):
         if not stages:
             return self._finish(run(func, target, args, kwargs), name, target, parts, None)
         (stage,) = stages
-        if stage == self._place or not any(isinstance(t, AbsentParameter) for t in parts):
+        if stage == self.place or not any(isinstance(t, AbsentParameter) for t in parts):
             out = run(func, target, args, kwargs)
         # What is written belongs to another stage, whose ranks write it.
         elif target is not None:
@@ -446,7 +459,7 @@ class WholeView(TorchFunctionMode):
         def stand(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return self._make(About(fqn, tuple(value.shape), value.dtype), stage)
+            return self.stand_for(About(fqn, tuple(value.shape), value.dtype), stage)
 
         return tree_map(stand, out)
 
@@ -463,25 +476,13 @@ class WholeView(TorchFunctionMode):
             return out
         out = tree_map(lambda value: self._tagged(value, stage), out)
         reduces = name not in _ALIASES and name != "__get__" and any(t.ndim for t in parts)
-        if not reduces:
-            return out
-        return tree_map(lambda v: self._value_of(v) if _is_number(v) else v, out)
+        return tree_map(lambda v: self._value_of(v) if reduces and is_number(v) else v, out)
 
 
 def _marked(tensor: Tensor) -> Any:
     """Return what can be marked: the memory of a tensor that has its own."""
     is_plain = not isinstance(tensor, DTensor | AbsentParameter) and tensor.layout is torch.strided
     return tensor.untyped_storage() if is_plain else tensor
-
-
-def _entry(value: Any, index: int, count: int) -> Any:
-    """Return the entry of a list of so many, as a list; anything else as it is."""
-    is_list = isinstance(value, list | tuple) and len(value) == count
-    return [value[index]] if is_list else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:

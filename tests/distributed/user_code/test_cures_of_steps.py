@@ -1,6 +1,5 @@
 """What a pipeline refuses of steps and hooks, and the same as the refusal advises."""
 
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -288,27 +287,6 @@ def a_list_in_the_place_of_a_generator(cured: bool) -> nn.Module:
             if self.trainer.is_global_zero:
                 last = pytest.approx(float(self.trainer.callback_metrics["loss"]), abs=1e-5)
                 assert logger.images[-1] == ("loss", [last])
-
-    return Module()
-
-
-@CURES.add("LP415", r"a checkpoint has those of all: torch\.load\(path\)\['optimizer_states'\]")
-def states_of_an_optimizer_from_a_checkpoint(cured: bool) -> nn.Module:
-    class Module(PlainModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), 1e-3)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            optimizer: Any = self.trainer.optimizers[0]
-            if cured:
-                path = self.trainer.strategy.broadcast(f"{mkdtemp()}/last.ckpt")
-                self.trainer.save_checkpoint(path)
-                found = torch.load(path)["optimizer_states"][0]["state"]
-            else:
-                found = {p: optimizer.state[p] for p in optimizer.param_groups[0]["params"]}
-            assert len(found) == len(list(self.parameters()))
-            size = sum(float(each["exp_avg_sq"].sum()) for each in found.values())
-            optimizer.param_groups[0]["lr"] = 0.001 + size
 
     return Module()
 

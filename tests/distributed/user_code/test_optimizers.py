@@ -387,11 +387,12 @@ class ReadsStates(PlainModule):
         states = [optimizer.state[p] for p in self.parameters()]
         total = sum(float(state["exp_avg_sq"].sum()) for state in states)
         total += sum(float(state["step"]) for state in optimizer.state.values())
+        total += len(optimizer.state) + sum(p in optimizer.state for p in self.parameters())
         total += float(states[0].get("exp_avg").abs().sum())
         optimizer.param_groups[0]["lr"] = self.lr + 1e-3 * total
 
 
-@CASES.add(equal="zero2_offload zero3", large="tp2 zero1 zero2")
+@CASES.add(equal="pp2 zero2_offload zero3", large="tp2 zero1 zero2 tp2pp2")
 def states_that_hooks_read() -> Any:
     return ReadsStates(), token_pairs()
 
