@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -107,6 +107,7 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, partial):
         return (("", value.func), ("", value.args), ("", value.keywords))
     if isinstance(value, FunctionType):
-        cells = (cell.cell_contents for cell in value.__closure__ or ())
-        return zip(value.__code__.co_freevars, cells, strict=True)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        # One whose name is not set yet is equal to an empty one, and has no contents.
+        return ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
     return vars(value).items() if isinstance(value, LRScheduler | ReduceLROnPlateau) else ()

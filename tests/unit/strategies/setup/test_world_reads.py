@@ -33,7 +33,15 @@ class Module(pl.LightningModule):
         if self.kind == "one cycle":
             return [made], [OneCycleLR(made, 0.1, total_steps=steps)]
         if self.kind == "lambda":
-            return [made], [LambdaLR(made, lambda step: step / steps)]
+            made_later: float
+
+            def factor(step: int) -> float:
+                return step / (steps if step < steps else made_later)
+
+            rates = [made], [LambdaLR(made, factor)]
+            if self.calls < 0:
+                made_later = 1.0
+            return rates
         if self.kind == "sequence":
             parts = [LinearLR(made, total_iters=steps), LinearLR(made, total_iters=3)]
             return [made], [SequentialLR(made, parts, milestones=[5])]
