@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = ["run_manually"]
 
-_NOTHING = ("clip_gradients", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
+_NOTHING = ("clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
 class _IdleOptimizer:
@@ -48,7 +49,10 @@ def run_manually(model: Any, step: Callable[[], Any]) -> list[Any]:
         The losses that it would have differentiated.
     """
     losses: list[Any] = []
-    idle = [_IdleOptimizer(one) for one in _configured(model.configure_optimizers())]
+    configured = model.configure_optimizers()
+    idle = [_IdleOptimizer(one) for one in _found(configured, Optimizer)]
+    # As they are: they act on the groups of optimizers that are made for the trace alone.
+    schedules = [*_found(configured, LRScheduler)] or None
 
     def manual_backward(loss: Any, *_: Any, **__: Any) -> None:
         # Nothing is differentiated: the trace needs the forward of each loss.
@@ -59,21 +63,23 @@ def run_manually(model: Any, step: Callable[[], Any]) -> list[Any]:
                 parameter.grad = torch.zeros(parameter.shape, **like)  # which reads no value
 
     own: dict[str, Any] = {name: lambda *_, **__: None for name in _NOTHING}
-    own["optimizers"] = lambda *_, **__: idle[0] if len(idle) == 1 else idle
+    own["optimizers"] = lambda *_, **__: _as_lightning(idle)
+    own["lr_schedulers"] = lambda: schedules and _as_lightning(schedules)
     own["manual_backward"] = manual_backward
     vars(model).update(own)
     step()
     return losses
 
 
-def _configured(given: Any) -> Iterator[Optimizer]:
-    """Give the optimizers in what `configure_optimizers` returned, in its order."""
-    if isinstance(given, Optimizer):
+def _found(given: Any, kind: type) -> Iterator[Any]:
+    """Give what is of a kind in what `configure_optimizers` returned, in its order."""
+    if isinstance(given, kind):
         yield given
-    elif isinstance(given, Mapping):
-        yield given["optimizer"]
-    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], list):
-        yield from _configured(given[0])  # and a list of schedules
-    elif isinstance(given, list | tuple):
-        for one in given:
-            yield from _configured(one)
+    elif isinstance(given, Mapping | list | tuple):
+        for one in given.values() if isinstance(given, Mapping) else given:
+            yield from _found(one, kind)
+
+
+def _as_lightning(found: list[Any]) -> Any:
+    """Return what `optimizers()` and `lr_schedulers()` give for so many."""
+    return found[0] if len(found) == 1 else found

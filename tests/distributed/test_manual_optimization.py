@@ -86,6 +86,33 @@ def closures_frozen_networks_and_weights_changed_by_hand() -> Any:
     return Module(), vectors()
 
 
+@CASES.add(equal="tp2 zero1 zero3", trainer={"max_steps": 7})
+def critic_of_every_second_batch_and_one_schedule() -> Any:
+    class Module(Gan):
+        def training_step(self, real: Tensor, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.toggle_optimizer(first)
+            loss = (self.fake(real) - real).square().mean()
+            first.zero_grad()
+            self.manual_backward(loss)
+            first.step()
+            self.untoggle_optimizer(first)
+            if batch_idx % 2:
+                self.toggle_optimizer(second)
+                second.zero_grad()
+                self.manual_backward(self.judge(real, True))
+                second.step()
+                self.untoggle_optimizer(second)
+            self.lr_schedulers().step()
+            self.log("loss", loss, sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizers, (schedule, _) = super().configure_optimizers()
+            return optimizers, [schedule]
+
+    return Module(), vectors()
+
+
 @CASES.add(equal="tp2 zero1 zero3", trainer=EVERY_BATCH)
 def penalty_of_gradients() -> Any:
     class Module(Gan):

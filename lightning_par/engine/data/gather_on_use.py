@@ -189,9 +189,12 @@ class GatherOnUse:
             self.reshard()
         if any(module is block and self._is_gathered(block) for block in self._blocks):
             self._keeps = True  # see Note [Penalties of gradients]
-        for place in self._places[id(module)]:
+        gathers = not self._is_gathered(self._root)
+        # Gathering the root carries over the flags of all that belongs to it.
+        root: list[_Place] = self._places[id(self._root)] if gathers else []
+        for place in (*self._places[id(module)], *root):
             place.update_flag()
-        if not self._is_gathered(self._root):
+        if gathers:
             self._root.unshard()
             assert isinstance(self._root, nn.Module)
             self._gathered(self._root)
