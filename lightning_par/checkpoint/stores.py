@@ -163,7 +163,12 @@ class FileStore(Store):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        data = read_manifest(path)
+        while True:
+            self._file = _MappedFile(path)
+            data = read_manifest(path)
+            # A run may have replaced it meanwhile: manifest and tensors have to be of one file.
+            if os.path.samestat(self._file.stat(), path.stat()):
+                break
         if data is None:
             raise CheckpointError(
                 "LP501",
@@ -174,11 +179,11 @@ class FileStore(Store):
         with well_formed(where):
             self.index = Index.from_json(rest["index"])
             self._boxes = {f"{k}/{c.key}": (e, c) for k, e, c in self.index.chunks()}
+        self._file.places = self.manifest.places
         # Twice the same object: as `TensorFiles` for readers, and with its bytes for the
         # checksums.
-        self._file = _MappedFile(path, self.manifest.places)
         self.files: TensorFiles = self._file
-        self._check_places(path.stat().st_size)
+        self._check_places(self._file.stat().st_size)
         self._state: dict[str, dict[str, Tensor]] = {}
 
     def _check_places(self, size: int) -> None:
@@ -216,20 +221,30 @@ class FileStore(Store):
 
 
 class _MappedFile(TensorFiles):
-    """Whole tensors at their places in one file, which is mapped into memory when it is used."""
+    """Whole tensors in one file, which is open, and mapped into memory when it is used.
 
-    def __init__(self, path: Path, places: dict[str, int]) -> None:
+    Attributes:
+        places: Name of a record -> place of its first byte.
+    """
+
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._path, self._places = path, places
+        self._path, self.places = path, dict[str, int]()
         self._mapped: Tensor | None = None
-        self._descriptor: int | None = None
+        self._descriptor = os.open(path, os.O_RDONLY)
+        # Closed with the object: readers have no `close`, and are dropped when the load is over.
+        weakref.finalize(self, os.close, self._descriptor)
         self._block = memoryview(bytearray(_BLOCK))
+
+    def stat(self) -> os.stat_result:
+        """Return the status of the file that is open, whatever has its path now."""
+        return os.fstat(self._descriptor)
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         # At first use: a reader of the manifest alone maps nothing.
         if self._mapped is None:
-            self._mapped = _map_file(self._path)
-        place = self._places[chunk.file]
+            self._mapped = _map_file(self._descriptor)
+        place = self.places[chunk.file]
         # Views only: pages are read when the caller copies from them.
         flat = self._mapped[place : place + entry.numel * entry.dtype.itemsize]
         found = flat.view(entry.dtype).view(entry.shape)
@@ -246,7 +261,7 @@ class _MappedFile(TensorFiles):
         # By arithmetic: there are many boxes, and views of a tensor take long to make.
         places, run = unbroken_runs(chunk, entry.shape)
         if run * entry.dtype.itemsize == size:
-            place = self._places[chunk.file] + next(places) * entry.dtype.itemsize
+            place = self.places[chunk.file] + next(places) * entry.dtype.itemsize
             yield from self.bytes_at(place, size)
             return
         # A box with gaps: about 1 MiB of rows at a time, made contiguous as its writer summed
@@ -257,13 +272,7 @@ class _MappedFile(TensorFiles):
 
     def bytes_at(self, place: int, length: int) -> Iterator[memoryview]:
         """Give the bytes of a part of the file; the next ones take the place of each."""
-        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped. File and
-        # block are kept over the many boxes.
-        if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDONLY)
-            # Closed with the object: readers have no `close`, and are dropped when the load is
-            # over.
-            weakref.finalize(self, os.close, self._descriptor)
+        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped.
         while length:
             count = os.preadv(self._descriptor, [self._block[:length]], place)
             if not count:
@@ -272,12 +281,12 @@ class _MappedFile(TensorFiles):
             yield self._block[:count]
 
 
-def _map_file(path: Path) -> Tensor:
+def _map_file(descriptor: int) -> Tensor:
     # Not UntypedStorage.from_file, whose mapping may be written to: the system would count all of
     # the file as memory that might be needed.
-    with path.open("rb") as file, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 

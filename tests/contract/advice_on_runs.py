@@ -178,6 +178,7 @@ RUNS: dict[str, dict[str, str]] = {
     "LP913": {
         "masks in on_train_batch_end": "hooks::masks_on_weights",
         "automatic_optimization=True": "cures_of_steps::a_step_that_optimizes_by_itself",
+        "gradients in on_after_backward": "cures_of_steps::gradients_in_a_backward_of_its_own",
         "set the batch size": VALUE,
     },
     "LP914": {

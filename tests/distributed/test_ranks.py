@@ -216,10 +216,10 @@ def test_a_hang_is_cut_at_the_timeout_and_shows_where_each_rank_is():
     run_ranks(fit, 2)  # new ranks make their group before the time starts; a Trainer resets signals
     start = time.monotonic()
     with pytest.raises(RankError) as failure:
-        run_ranks(wait_for, 2, 1, sleep_long, timeout=3)
-    assert time.monotonic() - start < 30  # sleep_long takes far longer
+        run_ranks(wait_for, 2, 1, sleep_long, timeout=10)
+    assert time.monotonic() - start < 120  # sleep_long takes far longer
     text = str(failure.value)
-    assert "rank 0, 1 of 2 did not answer within 3 s in wait_for" in text
+    assert "rank 0, 1 of 2 did not answer within 10 s in wait_for" in text
     assert "in barrier" in text
     assert "in sleep_long" in text
     assert run_ranks(add_up, 2) == [1.0, 1.0]

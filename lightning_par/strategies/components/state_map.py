@@ -192,7 +192,8 @@ class StateMap:
             value = tensors.get(name)
             # A buffer may stand for a parameter of another stage.
             same = isinstance(value, nn.Parameter) == isinstance(target, nn.Parameter)
-            if value is not None and same:
+            # A module that was made in the run, as a copy for a teacher, has one form only.
+            if value is not None and same and value is not target:
                 read_part(tensors[name], local_box(name, target), local_part(target))
 
     def match_names(self, module: nn.Module, state: StoredTensors) -> StoredTensors:

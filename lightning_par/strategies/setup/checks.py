@@ -26,6 +26,7 @@ from lightning_par.errors import (
     UnknownOptionError,
 )
 from lightning_par.inference.lookup import find_plan
+from lightning_par.observe.contents import names_in
 from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _WHOLE = {"replicated", "replicated_inside"}
+_READ_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "get_total_norm", "grad", "grad_norm"}
 _PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 
@@ -95,6 +97,13 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             "optimization, but the "
             "schedule has to run the backward. Set automatic_optimization=True, or use "
             "pipeline_parallel_size=1."
+        )
+    reads = names_in(type(module).backward) & _READ_GRADIENTS
+    if reads and sizes.world_size > sizes.data:
+        problems.append(
+            f"{type(module).__name__}.backward reads gradients ({', '.join(sorted(reads))}): on "
+            f"{sizes} they are whole once it has returned. Read or change them in "
+            "on_after_backward."
         )
     # One device runs any plugin as Lightning does; a mesh needs one whose backward it knows.
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:

@@ -38,7 +38,7 @@ def test_ranks_end_whose_first_process_ended_before_they_came(kind: str, tmp_pat
     command = [sys.executable, str(script), kind]
     with log.open("w") as out:
         ended = subprocess.run(
-            command, env=environment(tmp_path), stdout=out, stderr=out, check=False, timeout=120
+            command, env=environment(tmp_path), stdout=out, stderr=out, check=False, timeout=240
         )
     assert ended.returncode == (1 if kind == "raised" else -15)
     deadline = time.monotonic() + LIMIT

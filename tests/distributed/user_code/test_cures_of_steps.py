@@ -248,6 +248,25 @@ def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP913", r"backward reads gradients \(grad\): .*or change them in on_after_backward")
+def gradients_in_a_backward_of_its_own(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+            loss.backward()
+            for p in self.parameters():
+                p.grad.div_(1 + p.grad.norm())
+
+    class Cured(PlainModule):
+        def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+            loss.backward()
+
+        def on_after_backward(self) -> None:
+            for p in self.parameters():
+                p.grad.div_(1 + p.grad.norm())
+
+    return Cured() if cured else Module()
+
+
 @CURES.add("LP913", r"uses manual optimization, .*Set automatic_optimization=True")
 def a_step_that_optimizes_by_itself(cured: bool) -> nn.Module:
     class Module(PlainModule):

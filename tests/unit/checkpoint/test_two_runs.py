@@ -7,7 +7,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from lightning_par.checkpoint.reader import find_problems
+from lightning_par.checkpoint.reader import CheckpointReader, find_problems
 from lightning_par.checkpoint.storage import partial_path, partials_of, write_object
 from lightning_par.errors import CheckpointError
 from tests.support.checkpoints import holds, save_alone
@@ -93,6 +93,15 @@ def test_no_reader_meets_a_torn_checkpoint_of_two_runs(form: str, tmp_path: Path
     assert find_problems(path) == []
     save_alone(path, 7, as_file=form == "file")
     assert names(tmp_path) == ["last.ckpt"]
+
+
+def test_a_reader_keeps_the_file_that_it_has_opened(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save_alone(path, 1, as_file=True)
+    reader = CheckpointReader(path)
+    save_alone(path, 2, as_file=True)
+    assert reader.problems(reader.manifest.files) == []
+    assert holds(path, 2)
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
