@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from _learn import quiet
 from lightning.pytorch.callbacks import Callback
 
-from lightning_par.engine.data.islands.variables import ISLAND_VARIABLE, SERVER_VARIABLE
+from lightning_par.engine.data.islands.environment import ISLAND_VARIABLE, SERVER_VARIABLE
 from lightning_par.engine.data.islands.weights import load_weights, SharedWeights
 from lightning_par.models import GPTModule, TextDataModule
 

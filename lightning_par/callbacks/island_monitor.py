@@ -1,5 +1,6 @@
 """`IslandMonitor`: what islands send each other, how long they wait for it, and how they agree."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,10 +13,12 @@ from typing_extensions import override
 from lightning_par.callbacks.last_picture import last_picture
 from lightning_par.engine.data.islands.client import Exchange
 from lightning_par.errors import ConfigurationError
-from lightning_par.profiling.island_plot import draw_rounds
+from lightning_par.profiling.picture_file import check_picture_path, picture_file, TEXT_COLOR
 from lightning_par.strategies import MeshStrategy
 
 __all__ = ["IslandMonitor"]
+
+_THERE, _LATE = "#4477aa", "#ccbb44"
 
 
 class IslandMonitor(Callback):
@@ -102,4 +105,36 @@ class IslandMonitor(Callback):
         draws = leads and any(exchange.islands for exchange in self.exchanges)
         path = last_picture(trainer, self.path, "islands.png", draws=draws)
         if path is not None:
-            draw_rounds(self.exchanges, path)
+            _draw_rounds(self.exchanges, path)
+
+
+def _draw_rounds(exchanges: Sequence[Exchange], path: Path) -> None:
+    """Draw the islands of every update as rows of dots over the steps, and their agreement below.
+
+    Args:
+        exchanges: Those of one island.
+        path: File to write; the suffix (.png, .svg or .pdf) says the format.
+
+    Raises:
+        ConfigurationError: The suffix is not one of the three.
+    """
+    path = check_picture_path(path)
+    # Exchanges at which no answer came have none.
+    known = [exchange for exchange in exchanges if exchange.islands]
+    islands = sorted({i for exchange in known for i in [*exchange.islands, *exchange.late]})
+    rows = 0.4 + 0.22 * len(islands)
+    with picture_file(path, (8.0, 1.4 + rows), font=8) as figure:
+        above, below = figure.subplots(2, sharex=True, height_ratios=[rows, 0.9])
+        for color, label, of in ((_THERE, "contributed", "islands"), (_LATE, "late", "late")):
+            dots = [(e.step, i) for e in known for i in getattr(e, of)]
+            places = zip(*dots, strict=True) if dots else ((), ())
+            above.scatter(*places, s=9, c=color, label=label)
+        above.set_yticks(islands, [f"island {i}" for i in islands])
+        above.set_ylim(max(islands) + 0.6, min(islands) - 0.6)
+        above.legend(loc="lower right", ncols=2, frameon=False, bbox_to_anchor=(1, 1))
+        agreement = [fmean(seen.agreement for seen in e.movements) for e in known]
+        below.plot([e.step for e in known], agreement, color=_THERE, linewidth=1)
+        below.set_ylabel("agreement", color=TEXT_COLOR)
+        below.set_xlabel("optimizer step of this island", color=TEXT_COLOR)
+        title = "Which islands an update is made of"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=TEXT_COLOR)

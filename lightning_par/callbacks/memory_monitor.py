@@ -70,12 +70,7 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         self._stop_counting()
         if not is_logging_step(trainer):

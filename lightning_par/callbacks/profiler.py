@@ -256,12 +256,7 @@ class Profiler(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         recording = self.recording
         # The recorder comes first in the list, so the step is complete when the others measure.

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_par.commands import FitArguments, PathName, quick_imports
-from lightning_par.engine.data.islands.key import read_key
-from lightning_par.engine.data.islands.variables import (
+from lightning_par.engine.data.islands.environment import (
     ISLAND_VARIABLE,
     KEY_VARIABLE,
+    read_key,
     SERVER_VARIABLE,
 )
 from lightning_par.errors import ConfigurationError, raise_problems

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_par
 import lightning_par.strategies  # so that their classes are known by name alone
-from lightning_par.engine.data.islands.variables import ISLAND_VARIABLE
+from lightning_par.engine.data.islands.environment import ISLAND_VARIABLE
 from lightning_par.errors import ConfigurationError, nearest
 from lightning_par.strategies import MeshStrategy
 

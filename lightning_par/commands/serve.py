@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 
 from lightning_par.commands import PathName, quick_imports
-from lightning_par.engine.data.islands.key import read_key
-from lightning_par.engine.data.islands.variables import KEY_VARIABLE
+from lightning_par.engine.data.islands.environment import KEY_VARIABLE, read_key
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["serve"]

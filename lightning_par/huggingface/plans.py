@@ -1,7 +1,7 @@
 """The `ParallelPlan` of a Hugging Face model, derived from the model itself.
 
 The blocks are found by structure; the styles come from the model's own tensor-parallel plan, or
-from `lightning_par.huggingface.tp_plans` where that is missing. Whatever is not understood is
+from `lightning_par.huggingface.styles` where that is missing. Whatever is not understood is
 refused when the axis is asked for: a style that is passed over gives wrong gradients in silence.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.huggingface.batch_losses import why_whole_batch
 from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.stages import find_stages
@@ -23,6 +22,11 @@ __all__ = ["derive_plan", "find_huggingface_plan"]
 
 _OPTIONAL = ("attention_mask", "position_ids", "token_type_ids")
 _SHIFTED = "shift_labels"
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_CURE = (
+    "Use one replica and, under a pipeline, num_microbatches=1 (accumulate_grad_batches divides as "
+    "on one process)."
+)
 _PASTE = (
     "Or declare it by hand: give your LightningModule a method\n"
     "    def parallel_plan(self):\n"
@@ -80,7 +84,7 @@ def derive_plan(model: Any) -> ParallelPlan:
     if undivided is not None:
         refusals["context"] = undivided
     # Refusals are texts kept in the plan, raised when an axis is asked for.
-    whole = why_whole_batch(model)
+    whole = _why_whole_batch(model)
     if whole is not None:
         refusals["batch"] = whole + " " + _PASTE.format("")
     name = type(model).__name__
@@ -246,3 +250,39 @@ def _owners(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             yield name
+
+
+def _why_whole_batch(model: Any) -> str | None:
+    """Say why a batch cannot be divided among replicas or micro-batches without changing the loss.
+
+    Args:
+        model: A `transformers.PreTrainedModel`; parameters may be on meta.
+
+    Returns:
+        The reason and the cure; None if it can be divided.
+    """
+    # Each of these is the loss of a whole batch: the mean over parts is another number.
+    name, config = type(model).__name__, model.config
+    if getattr(config, "output_router_logits", False):
+        return (
+            f"{name} adds an auxiliary loss of its routers, a product of means over all tokens of "
+            f"a batch. Set output_router_logits=False in its configuration. {_CURE}"
+        )
+    # CLIP and its kind: a contrastive loss.
+    if isinstance(getattr(model, "logit_scale", None), nn.Parameter) and hasattr(
+        config, "vision_config"
+    ):
+        return f"{name} compares every sample of a batch with every other. {_CURE}"
+    sums = getattr(config, "ctc_loss_reduction", None) == "sum"
+    if sums and type(model).__name__.endswith("CTC"):
+        return (
+            f"{name} gives the sum of the losses of the samples, not their mean. Set "
+            f"ctc_loss_reduction='mean' in its configuration. {_CURE}"
+        )
+    normalized = [n for n, m in model.named_modules() if isinstance(m, _NORMS)]
+    if normalized:
+        return (
+            f"{name} normalizes by the statistics of a batch ({normalized[0]} is a BatchNorm). "
+            f"{_CURE}"
+        )
+    return None

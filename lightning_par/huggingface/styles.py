@@ -2,12 +2,11 @@
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from lightning_par.huggingface.tp_plans import FAMILY_PLANS
 from lightning_par.plan.parallel_plan import match_pattern, TensorStyle
 
 __all__ = ["InBlockStyles"]
@@ -27,6 +26,27 @@ _ADAPTERS: dict[str, tuple[TensorStyle, TensorStyle]] = {
     "rowwise": ("rowwise", "sequence_parallel"),
 }
 """Style of a layer -> styles of the first and the second low-rank factor beside it."""
+_BERT = {
+    "*.attention.self.query": "colwise",
+    "*.attention.self.key": "colwise",
+    "*.attention.self.value": "colwise",
+    "*.attention.output.dense": "rowwise",
+    "*.intermediate.dense": "colwise",
+    "*.output.dense": "rowwise",
+}
+
+_FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
+    "bert": _BERT,
+    "electra": _BERT,
+    "gpt2": {
+        "*.attn.c_attn": "fused_qkv_transposed",
+        "*.attn.c_proj": "rowwise_transposed",
+        "*.mlp.c_fc": "colwise_transposed",
+        "*.mlp.c_proj": "rowwise_transposed",
+    },
+    "roberta": _BERT,
+}
+"""`config.model_type` -> pattern -> style."""
 
 
 class InBlockStyles:
@@ -68,7 +88,7 @@ class InBlockStyles:
         given = {k: v for k, v in own.items() if k.startswith(f"{blocks}.")}
         if given:
             return given
-        family = FAMILY_PLANS.get(model.config.model_type, {})
+        family = _FAMILY_PLANS.get(model.config.model_type, {})
         return {f"{blocks}.{k}": v for k, v in family.items()}
 
     def _style_of(self, fqn: str) -> str | None:

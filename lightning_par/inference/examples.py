@@ -2,18 +2,19 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn, Tensor
-
-from lightning_par.inference.manual_run import run_manually
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = ["call_model", "guess_examples", "runs_of"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_NOTHING = ("clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 _TOKENS, _SIZES = (16, 4), (224, 32, 64, 384, 256, 28)
 _HOOKS = {
     "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start"),
@@ -89,7 +90,7 @@ def _step(
         with suppress(Exception):
             getattr(model, hook)()
     if trains and not getattr(model, "automatic_optimization", True):
-        return run_manually(model, partial(step, batch, *[0] * _number_of_indices(step)))
+        return _run_manually(model, partial(step, batch, *[0] * _number_of_indices(step)))
     result = step(batch, *[0] * _number_of_indices(step))
     if trains:
         return result.get("loss") if isinstance(result, Mapping) else result
@@ -152,3 +153,75 @@ def _image_sizes(model: nn.Module) -> Iterator[int]:
             value = value[-1] if isinstance(value, tuple | list) and value else value
             if isinstance(value, int):
                 yield value
+
+
+class _IdleOptimizer:
+    """Stands for an optimizer in the step: it calls closures, and changes nothing.
+
+    Args:
+        optimizer: What `configure_optimizers` gave.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state, self.defaults = optimizer.state, optimizer.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        return None if closure is None else closure()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def toggle_model(self, *_: Any, **__: Any) -> Any:
+        return nullcontext()
+
+
+def _run_manually(model: Any, step: Callable[[], Any]) -> list[Any]:
+    """Run a `training_step` in manual optimization; the trace restores the state of the model.
+
+    Gradients are zero after a backward, as a step may take norms of those that are there.
+
+    Args:
+        model: The LightningModule.
+        step: Calls its step.
+
+    Returns:
+        The losses that it would have differentiated.
+    """
+    losses: list[Any] = []
+    configured = model.configure_optimizers()
+    idle = [_IdleOptimizer(one) for one in _found(configured, Optimizer)]
+    # As they are: they act on the groups of optimizers that are made for the trace alone.
+    schedules = [*_found(configured, LRScheduler)] or None
+
+    def manual_backward(loss: Any, *_: Any, **__: Any) -> None:
+        # Nothing is differentiated: the trace needs the forward of each loss.
+        losses.append(loss)
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                like = {"dtype": parameter.dtype, "device": parameter.device}
+                parameter.grad = torch.zeros(parameter.shape, **like)  # which reads no value
+
+    own: dict[str, Any] = {name: lambda *_, **__: None for name in _NOTHING}
+    own["optimizers"] = lambda *_, **__: _as_lightning(idle)
+    own["lr_schedulers"] = lambda: schedules and _as_lightning(schedules)
+    own["manual_backward"] = manual_backward
+    vars(model).update(own)
+    step()
+    return losses
+
+
+def _found(given: Any, kind: type) -> Iterator[Any]:
+    """Give what is of a kind in what `configure_optimizers` returned, in its order."""
+    if isinstance(given, kind):
+        yield given
+    elif isinstance(given, Mapping | list | tuple):
+        for one in given.values() if isinstance(given, Mapping) else given:
+            yield from _found(one, kind)
+
+
+def _as_lightning(found: list[Any]) -> Any:
+    """Return what `optimizers()` and `lr_schedulers()` give for so many."""
+    return found[0] if len(found) == 1 else found

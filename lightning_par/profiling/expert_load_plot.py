@@ -23,7 +23,6 @@ def draw_expert_load(
     path: str | Path,
     *,
     title: str,
-    width: float = 9.0,
 ) -> Path:
     """Draw one band per layer: experts from top to bottom, time to the right, color is the load.
 
@@ -35,7 +34,6 @@ def draw_expert_load(
         steps: Optimizer step of every time.
         path: File to write; the suffix (.png, .svg or .pdf) says the format.
         title: Title of the picture.
-        width: Width of the picture in inches.
 
     Returns:
         `path`.
@@ -51,7 +49,7 @@ def draw_expert_load(
         )
     experts = len(next(iter(loads.values()))[0])
     height = 1.2 + len(loads) * max(_MIN_BAND_INCHES, _INCHES_PER_EXPERT * experts)
-    with picture_file(path, (width, height), font=8) as figure:
+    with picture_file(path, (9.0, height), font=8) as figure:
         bands = figure.subplots(len(loads), sharex=True, squeeze=False)[:, 0]
         for axes, (name, times) in zip(bands, loads.items(), strict=True):
             image = _draw_band(axes, name, times)

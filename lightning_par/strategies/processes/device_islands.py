@@ -24,8 +24,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_par.engine.data.islands.client import Place
+from lightning_par.engine.data.islands.environment import ISLAND_VARIABLE, SERVER_VARIABLE
 from lightning_par.engine.data.islands.server import IslandServer
-from lightning_par.engine.data.islands.variables import ISLAND_VARIABLE, SERVER_VARIABLE
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.hosts import number_of, with_ranks

@@ -5,13 +5,13 @@ import re
 import secrets
 
 from lightning_par.engine.data.islands.client import Place
-from lightning_par.engine.data.islands.key import read_key
-from lightning_par.engine.data.islands.options import Outer
-from lightning_par.engine.data.islands.variables import (
+from lightning_par.engine.data.islands.environment import (
     ISLAND_VARIABLE,
     KEY_VARIABLE,
+    read_key,
     SERVER_VARIABLE,
 )
+from lightning_par.engine.data.islands.options import Outer
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["find_island", "find_place"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.nn import Linear
 
-from lightning_par.strategies.components.kept_optimizers import KeptOptimizers
+from lightning_par.strategies.components.islands import KeptOptimizers
 
 
 def trained(features: int, steps: int) -> torch.optim.Optimizer:

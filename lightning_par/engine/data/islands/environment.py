@@ -1,11 +1,17 @@
-"""The key that the server and all islands of a run share."""
+"""What the environment says of an island: which it is, its server, and the key that all share."""
 
 from pathlib import Path
 
-from lightning_par.engine.data.islands.variables import KEY_VARIABLE
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["read_key"]
+__all__ = ["ISLAND_VARIABLE", "KEY_VARIABLE", "SERVER_VARIABLE", "read_key"]
+
+ISLAND_VARIABLE = "LIGHTNING_PAR_ISLAND"
+"""Which of how many islands this process belongs to, as ``0/4``."""
+KEY_VARIABLE = "LIGHTNING_PAR_KEY"
+"""The key that the server and all islands share, where no file holds it."""
+SERVER_VARIABLE = "LIGHTNING_PAR_SERVER"
+"""Address of the server, as ``host:port``; several are separated by commas."""
 
 _SHORTEST = 16
 
