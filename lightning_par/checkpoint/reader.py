@@ -14,7 +14,7 @@ from lightning_par.checkpoint.stores import open_store
 from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "find_problems", "is_checkpoint", "no_checkpoint"]
+__all__ = ["CheckpointReader", "is_checkpoint", "no_checkpoint"]
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Parts of the state that the Trainer never restores, so that pickles in them can be left out."""
@@ -187,19 +187,3 @@ class CheckpointReader:
         self._verify(name)
         with well_formed(f"{self.path}: {name}"):
             return dict(json.loads(self._store.read(name)))
-
-
-def find_problems(path: Path) -> list[str]:
-    """Verify every file of a checkpoint.
-
-    Args:
-        path: Folder or file.
-
-    Returns:
-        One message per missing or damaged file; empty if the checkpoint is intact.
-    """
-    try:
-        reader = CheckpointReader(path)
-    except CheckpointError as error:
-        return [str(error)]
-    return reader.problems(sorted(reader.manifest.files))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Forward", "unwrap_forward", "wrap_forward", "wrappers_of"]
+__all__ = ["Forward", "wrap_forward", "wrappers_of"]
 
 Forward = Callable[..., Any]
 _WRAPPERS = "_lightning_par_forward_wrappers"
@@ -32,26 +32,10 @@ def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: 
     # Not the function's __dict__: a mark such as torch.compile's reference to what it compiled
     # would make a later compiler pass this wrapper over.
     outer = update_wrapper(around(inner), inner, updated=())
-    # What an instance attribute was; deleting it brings the method back.
-    before = module.__dict__.get("forward")  # None: the method of the class
-    module.__dict__.setdefault(_WRAPPERS, []).append((name, before))
+    module.__dict__.setdefault(_WRAPPERS, []).append(name)
     module.forward = outer
-
-
-def unwrap_forward(module: nn.Module) -> str:
-    """Take the outermost wrapper off, and return its name.
-
-    Args:
-        module: Changed in place; it has a wrapper.
-    """
-    name, before = module.__dict__[_WRAPPERS].pop()
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
-    return str(name)
 
 
 def wrappers_of(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the wrappers of a module's forward, the outermost first."""
-    return tuple(name for name, _ in reversed(module.__dict__.get(_WRAPPERS, ())))
+    return tuple(reversed(module.__dict__.get(_WRAPPERS, ())))

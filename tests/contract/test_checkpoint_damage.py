@@ -8,9 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_par.checkpoint.reader import CheckpointReader, find_problems
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.errors import CheckpointError
 from tests.contract.test_checkpoints import fit, Rich
+from tests.support.checkpoints import find_problems
 from tests.support.ranks.api import ranks
 
 pytestmark = pytest.mark.contract

@@ -14,6 +14,7 @@ from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
 from lightning_par.checkpoint.writer import FolderSave, SaveMetadata
 from lightning_par.dtensor import Box
+from lightning_par.errors import CheckpointError
 
 WORLD = 2
 
@@ -131,3 +132,12 @@ def holds(path: Path, seed: int) -> bool:
     return found.keys() == wanted.keys() and all(
         torch.equal(found[n], v) and found[n].dtype == v.dtype for n, v in wanted.items()
     )
+
+
+def find_problems(path: Path) -> list[str]:
+    """Verify every file of a checkpoint: one message per missing or damaged one."""
+    try:
+        reader = CheckpointReader(path)
+    except CheckpointError as error:
+        return [str(error)]
+    return reader.problems(sorted(reader.manifest.files))

@@ -40,7 +40,7 @@ class HostDiary(Callback):
         if host is None:
             return
         self.seen |= {
-            "kernel": host.kernel_name,
+            "kernel": host._worker.kernel.name,
             "early": host.early_updates,
             "host_bytes": host.host_bytes(),
             "parameters": sum(

@@ -106,11 +106,6 @@ class HostOptimizer:
         self._sent: set[HostParameter] = set()
         self._sums = HostSums(worker)
 
-    @property
-    def kernel_name(self) -> str:
-        """Name of the kernel that runs."""
-        return self._worker.kernel.name
-
     def host_bytes(self) -> int:
         """Return the bytes that this rank holds on the host."""
         held = [t for h in self._held.values() for t in (h.master, h.mean, h.square, *h.slots)]

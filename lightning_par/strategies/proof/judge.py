@@ -48,6 +48,7 @@ __all__ = [
     "agree",
     "numbers_of",
     "tolerance_at",
+    "verdict_of",
 ]
 
 REHEARSE = "rehearse"
@@ -450,14 +451,16 @@ class Judge:
         return explain(difference, found)
 
 
+def verdict_of(judge: Callable[[], Any]) -> Any:
+    """Return what a judge finds, or why it cannot be proved."""
+    try:
+        return judge()
+    except CannotProveError as reason:
+        return reason
+    except Exception as error:  # of ours: the other ranks wait for a verdict
+        return CannotProveError(f"{type(error).__name__}: {error}")
+
+
 def agree(judge: Callable[[], Any]) -> Any:
     """Return what rank 0 finds, or why it cannot be proved, on every rank."""
-    verdict: Any = None
-    if dist.get_rank() == 0:
-        try:
-            verdict = judge()
-        except CannotProveError as reason:
-            verdict = reason
-        except Exception as error:  # of ours: the others wait for a verdict
-            verdict = CannotProveError(f"{type(error).__name__}: {error}")
-    return from_first(verdict)
+    return from_first(verdict_of(judge) if dist.get_rank() == 0 else None)

@@ -31,7 +31,7 @@ from lightning_par.observe.isolate import is_equal
 from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.data.joined_batch import CannotJoinError, join_batches, samples_of
 from lightning_par.strategies.proof.causes import causes_elsewhere, Elsewhere, StepReport
-from lightning_par.strategies.proof.judge import CannotProveError
+from lightning_par.strategies.proof.judge import CannotProveError, verdict_of
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 
 __all__ = ["OtherStep", "Share", "agree_elsewhere", "gather_all"]
@@ -259,15 +259,11 @@ def agree_elsewhere(judge: Callable[[], StepReport], strategy: str) -> StepRepor
         judge: Finds it.
         strategy: What took the step, as in a sentence.
     """
-    box: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            box = [judge()]
-        except CannotProveError as reason:
-            box = [StepReport(strategy=strategy, unknown=str(reason))]
-        except Exception as error:  # of ours: the others wait for a report
-            box = [StepReport(strategy=strategy, unknown=f"{type(error).__name__}: {error}")]
+    finds = not dist.is_initialized() or dist.get_rank() == 0
+    box: list[Any] = [verdict_of(judge) if finds else None]
     if dist.is_initialized():
         dist.broadcast_object_list(box)
+    if isinstance(box[0], CannotProveError):
+        return StepReport(strategy=strategy, unknown=str(box[0]))
     found: StepReport = box[0]
     return found

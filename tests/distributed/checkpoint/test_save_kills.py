@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_par.checkpoint.reader import find_problems
 from lightning_par.checkpoint.storage import remove_path
 from lightning_par.checkpoint.writer import Save
-from tests.support.checkpoints import holds, save_alone
+from tests.support.checkpoints import find_problems, holds, save_alone
 from tests.support.ranks.api import RankError, ranks, run_ranks
 from tests.support.resharding import differences, go_on, LAYOUTS, run_layout, world_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.reader import find_problems
 from tests.support import slurm
+from tests.support.checkpoints import find_problems
 from tests.support.faults import restarts
 from tests.support.faults.restarts import LOST, read_losses, SAVE_EVERY, undisturbed_losses
 from tests.support.hosts import open_hosts

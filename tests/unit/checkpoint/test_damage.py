@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.reader import CheckpointReader, find_problems
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.safetensors_weights import find_weights
 from lightning_par.checkpoint.storage import FileRecord, write_json, write_object
 from lightning_par.checkpoint.tensor_files import StoredTensor
 from lightning_par.errors import CheckpointError
-from tests.support.checkpoints import holds, save_alone, write_folder
+from tests.support.checkpoints import find_problems, holds, save_alone, write_folder
 
 FLIPS, TRUNCATIONS = 200, 50
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_par.checkpoint.export import export_checkpoint
-from lightning_par.checkpoint.reader import CheckpointReader, find_problems, is_checkpoint
+from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
+from tests.support.checkpoints import find_problems
 
 TABLE = torch.arange(35, dtype=torch.float32).view(7, 5)
 COUNT = torch.tensor(3)

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_par.checkpoint.reader import CheckpointReader, find_problems, is_checkpoint
-from tests.support.checkpoints import expected, holds, make_values, save_alone, write_file
+from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
+from tests.support.checkpoints import (
+    expected,
+    find_problems,
+    holds,
+    make_values,
+    save_alone,
+    write_file,
+)
 
 
 @pytest.fixture

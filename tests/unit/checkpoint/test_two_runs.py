@@ -7,10 +7,10 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from lightning_par.checkpoint.reader import CheckpointReader, find_problems
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import partial_path, partials_of, write_object
 from lightning_par.errors import CheckpointError
-from tests.support.checkpoints import holds, save_alone
+from tests.support.checkpoints import find_problems, holds, save_alone
 
 HOLDS_A_CLAIM = """
 import sys
