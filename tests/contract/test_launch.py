@@ -200,23 +200,21 @@ def test_killed_process_ends_the_script_everywhere(
     assert "Restart from the last checkpoint (ckpt_path='last')." in text
 
 
-def test_allocation_of_slurm_without_srun_runs_as_bash(
-    tmp_path: Path, one_device: dict[str, float]
-) -> None:
-    """Which `salloc` leaves to the user: srun, or one process that starts the others."""
-    allocation = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NAME": "train"}
-    ((code, text),) = run(tmp_path, [(script(tmp_path), allocation)])
+ALLOCATION = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NAME": "train"}
+"""What `salloc` leaves to the user: srun, or one process that starts the others."""
+
+
+def test_allocation_of_slurm_without_srun_is_told_how_to_start(tmp_path: Path) -> None:
+    ((code, text),) = run(tmp_path, [(script(tmp_path), ALLOCATION)])
     assert code != 0
     assert re.search(
         r"SLURM_PROCID.*Start the 2 processes with srun; or set SLURM_JOB_NAME=b", text
     )
-    ended = run(tmp_path, [(script(tmp_path), {**allocation, "SLURM_JOB_NAME": "bash"})])
-    found = check(tmp_path, ended, "tp 2", 2)
-    for name, value in one_device.items():
-        assert found[name] == pytest.approx(value, rel=1e-5)
 
 
-def test_lines_of_a_prompt_run_from_a_file(tmp_path: Path, one_device: dict[str, float]) -> None:
+def test_lines_of_a_prompt_run_from_a_file_also_in_an_allocation_as_bash(
+    tmp_path: Path, one_device: dict[str, float]
+) -> None:
     lines = (
         "import sys",
         f"sys.argv[1:] = {script(tmp_path)[1:]}",
@@ -237,6 +235,7 @@ def test_lines_of_a_prompt_run_from_a_file(tmp_path: Path, one_device: dict[str,
     assert "2 devices need 2 processes" in prompt.stderr
     assert "`%%writefile train.py` and run `!python train.py`" in prompt.stderr
     (tmp_path / "train.py").write_text(text)
-    found = check(tmp_path, run(tmp_path, [(["train.py"], {})]), "tp 2", 2)
+    as_bash = {**ALLOCATION, "SLURM_JOB_NAME": "bash"}
+    found = check(tmp_path, run(tmp_path, [(["train.py"], as_bash)]), "tp 2", 2)
     for name, value in one_device.items():
         assert found[name] == pytest.approx(value, rel=1e-5)
