@@ -86,6 +86,13 @@ READS: dict[str, Callable[[Any], Any]] = {
     "optimizer states": states,
     "a call of the model": called,
 }
+TOGETHER = (
+    ("weights, buffers, `state_dict()`", "gradients", "optimizer states"),
+    ("a call of the model",),
+)
+"""Keys of `READS` that are read in the same runs; a call, which computes, has runs of its own."""
+Asked = Mapping[str, tuple[str, ...]]
+"""A key of `READS` -> the hooks in which it is read."""
 HOOKS = [
     *("setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"),
     *("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
@@ -98,15 +105,17 @@ HOOKS = [
 
 
 class Reader(PlainModule):
-    """Reads the same in some hooks."""
+    """Reads each of some things in some hooks."""
 
-    def __init__(self, thing: str, hooks: tuple[str, ...]) -> None:
+    def __init__(self, asked: Asked) -> None:
         super().__init__(Scaled())
-        self.thing, self.hooks, self.found = thing, hooks, dict[str, list[Any]]()
+        self.asked = asked
+        self.found: dict[str, dict[str, list[Any]]] = {thing: {} for thing in asked}
 
     def read(self, hook: str) -> None:
-        if hook in self.hooks:
-            self.found.setdefault(hook, []).append(READS[self.thing](self))
+        for thing, hooks in self.asked.items():
+            if hook in hooks:
+                self.found[thing].setdefault(hook, []).append(READS[thing](self))
 
     def configure_optimizers(self) -> Any:
         self.read("configure_optimizers")
@@ -142,11 +151,12 @@ class Saves(pl.Callback):
     """Reads what the module does, too, before a save."""
 
     def __init__(self) -> None:
-        self.found: list[Any] = []
+        self.found: dict[str, list[Any]] = {thing: [] for thing in READS}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        if "on_save_checkpoint" in pl_module.hooks:
-            self.found.append(READS[pl_module.thing](pl_module))
+        for thing, hooks in pl_module.asked.items():
+            if "on_save_checkpoint" in hooks:
+                self.found[thing].append(READS[thing](pl_module))
 
 
 def rows() -> dict[str, list[str]]:
@@ -171,9 +181,9 @@ def cells_of(thing: str) -> dict[str, str]:
     return {hook: cells[column] for row, cells in proved.items() for hook in hooks_of(row)}
 
 
-def fit(layout: str | None, rank: int, world: int, thing: str, hooks: tuple[str, ...]) -> Any:
+def fit(layout: str | None, rank: int, world: int, asked: Asked) -> Any:
     seed_everything(0, verbose=False)
-    module, samples = Reader(thing, hooks), token_pairs(16)
+    module, samples = Reader(asked), token_pairs(16)
     replicas = 2 if (layout or "").startswith("zero") else 1
     sampler: Any = None
     if replicas > 1:
@@ -191,20 +201,21 @@ def fit(layout: str | None, rank: int, world: int, thing: str, hooks: tuple[str,
     )
     trainer.fit(module, loader, loader)
     assert "on_save_checkpoint" not in vars(saves)  # what surrounds hooks is gone
-    assert saves.found == module.found.get("on_save_checkpoint", [])
+    for thing, found in module.found.items():
+        assert saves.found[thing] == found.get("on_save_checkpoint", [])
     return module.found
 
 
 @cache
-def one_process(thing: str) -> Any:
+def one_process(things: tuple[str, ...]) -> Any:
     try:
-        return fit(None, 0, 1, thing, tuple(cells_of(thing)))
+        return fit(None, 0, 1, {thing: tuple(cells_of(thing)) for thing in things})
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _fit_rank(rank: int, world: int, layout: str, thing: str, hooks: tuple[str, ...]) -> Any:
-    return fit(layout, rank, world, thing, hooks)
+def _fit_rank(rank: int, world: int, layout: str, asked: Asked) -> Any:
+    return fit(layout, rank, world, asked)
 
 
 def numbers(found: Any) -> list[float]:
@@ -221,24 +232,30 @@ def names(found: Any) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("thing", READS)
+@pytest.mark.parametrize("things", TOGETHER, ids=["state", "a call"])
 def test_a_hook_sees_what_the_page_says(
-    thing: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    things: tuple[str, ...], layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    says = {hook: CELLS[cell].get(layout, "equal") for hook, cell in cells_of(thing).items()}
-    hooks = tuple(says)
-    want = one_process(thing)
-    for found in run_ranks(_fit_rank, world_of(layout), layout, thing, hooks, timeout=180):
-        assert set(found) == set(hooks)
-        for hook in hooks:
-            if says[hook] == "less":
-                assert len(numbers(found[hook])) < len(numbers(want[hook])), hook
-            elif says[hook] == "other":
-                assert numbers(found[hook]) != pytest.approx(numbers(want[hook])), hook
+    says = {
+        (thing, hook): CELLS[cell].get(layout, "equal")
+        for thing in things
+        for hook, cell in cells_of(thing).items()
+    }
+    asked = {thing: tuple(cells_of(thing)) for thing in things}
+    wanted = one_process(things)
+    for found in run_ranks(_fit_rank, world_of(layout), layout, asked, timeout=180):
+        for thing, hooks in asked.items():
+            assert set(found[thing]) == set(hooks)
+        for place in ((thing, hook) for thing, hooks in asked.items() for hook in hooks):
+            got, want = (each[place[0]][place[1]] for each in (found, wanted))
+            if says[place] == "less":
+                assert len(numbers(got)) < len(numbers(want)), place
+            elif says[place] == "other":
+                assert numbers(got) != pytest.approx(numbers(want)), place
             else:
-                assert names(found[hook]) == names(want[hook]), hook
-                assert numbers(found[hook]) == pytest.approx(numbers(want[hook]), rel=1e-6), hook
+                assert names(got) == names(want), place
+                assert numbers(got) == pytest.approx(numbers(want), rel=1e-6), place
 
 
 def test_every_hook_has_its_line() -> None:
