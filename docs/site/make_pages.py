@@ -20,6 +20,8 @@ from lightning_par.profiling.html_report import render
 DOCS = ROOT / "docs"
 KEPT = ("pictures", "screenshots")
 """Folders of docs/ that are copied whole."""
+MEASURED = re.compile(r"<!-- measured -->\n(.*?)<!-- /measured -->", re.DOTALL)
+"""The table of the README, which the home page of the site shows, too."""
 SHOT = re.compile(r"!\[([^]]*)\]\(screenshots/(\w+)\.png\)")
 SCRIPTS = {"which_layout.md": ("planner_data.js", "layouts.js", "calculator.js")}
 """Page -> what it loads from assets/."""
@@ -40,10 +42,15 @@ def make(out: Path) -> None:
         shown = render(json.loads(data_file.read_text()))
         (out / "reports" / f"{data_file.stem}.html").write_text(shown)
     (out / "assets" / "planner_data.js").write_text(f"const PLANNER = {json.dumps(data())};\n")
+    measured = MEASURED.search((ROOT / "README.md").read_text())
+    assert measured is not None
     linker = Linker(out)
     for file in sorted(DOCS.glob("*.md")):
         page = "index.md" if file.name == "README.md" else file.name
         text = linker.rewrite(SHOT.sub(embed, file.read_text()), f"docs/{file.name}", page)
+        if page == "index.md":
+            table = linker.rewrite(measured[1].strip(), "README.md", page)
+            text = text.replace("<!-- measured -->", table)
         loads = [f'<script src="assets/{name}"></script>' for name in SCRIPTS.get(page, ())]
         (out / page).write_text("\n".join([text.replace("](README.md", "](index.md"), *loads]))
     for page, text in pages():

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import logging
 import os
 import re
 import subprocess
@@ -70,11 +71,24 @@ def shortened(page: Path, source: str) -> str:
 
 
 def run_block(rank: int, world: int, source: str, folder: str) -> str:
-    """Run a block as a script in `folder`; return what it printed."""
+    """Run a block as a script in `folder`; return what it printed and logged."""
     sys.path.insert(0, folder)  # as Python does; the next job begins without it
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        handler = logging.StreamHandler(printed)
+        for logger in loggers:
+            logger.addHandler(handler)
         exec(compile(source, "block", "exec"), {"__name__": "__main__"})
+    for logger in loggers:
+        logger.removeHandler(handler)
     return printed.getvalue()
+
+
+def printed_after(page: Path, source: str) -> list[str]:
+    """Give the lines of the block of text right after a block of Python: what it prints."""
+    following = page.read_text().partition(f"```python\n{source}```\n")[2]
+    shown = re.match(r"(?:(?!```)[^\n]*\n){0,3}```text\n(.*?\n)```\n", following, re.DOTALL)
+    return shown[1].splitlines() if shown else []
 
 
 @pytest.mark.parametrize("source", blocks("python"))
@@ -83,9 +97,11 @@ def test_python_block_runs(source: str, tmp_path: Path, request: pytest.FixtureR
     save_named_blocks(ROOT / page, tmp_path)
     devices = DEVICES.search(source)
     world = int(devices[1]) if devices else 1
+    shown = printed_after(ROOT / page, source)
     if (ROOT / page).name in SHORTER and "max_steps" in source:
         source = shortened(ROOT / page, source)
-    run_ranks(run_block, world, source, str(tmp_path), timeout=120)
+    printed = "".join(run_ranks(run_block, world, source, str(tmp_path), timeout=120))
+    assert [line for line in shown if line not in printed] == []
     for name in re.findall(r"\"(\w+\.png)\"", source):
         assert (tmp_path / name).stat().st_size
 
@@ -178,9 +194,20 @@ def headings(page: Path) -> set[str]:
 
 
 def test_index_names_every_page_of_the_guide() -> None:
-    index = DOCS / "README.md"
+    index = DOCS / "all_pages.md"
     named = [t for t in LINK.findall(index.read_text()) if re.fullmatch(r"\w+\.md", t)]
-    assert sorted(named) == sorted(page.name for page in DOCS.glob("*.md") if page != index)
+    assert sorted(named) == sorted({page.name for page in DOCS.glob("*.md")} - {index.name})
+
+
+def test_home_page_shows_what_search_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = next(m[2] for m in FENCE.finditer((DOCS / "README.md").read_text()) if "$ " in m[2])
+    words, said = re.split(r"(?<!\\)\n", shown.removeprefix("$ lightning-par "), maxsplit=1)
+    monkeypatch.chdir(ROOT)
+    status, printed, _ = command(monkeypatch, capsys, *words.replace("\\\n", " ").split())
+    assert status == 0
+    assert [line for line in said.splitlines() if line not in printed] == []
 
 
 def test_readme_shows_a_plan_first_and_is_short() -> None:

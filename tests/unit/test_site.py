@@ -24,7 +24,7 @@ from lightning_par.strategies import MeshStrategy, SequenceRingStrategy, ZeROOff
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
-KINDS = ("Tutorials", "How-to guides", "Reference", "Explanation")
+KINDS = ("Get started", "Tutorials", "How-to guides", "Reference", "Explanation")
 
 
 @cache
@@ -43,11 +43,11 @@ def leaves(nav: Any) -> list[str]:
     return [page for value in values for page in leaves(value)]
 
 
-def test_navigation_has_the_four_kinds_of_pages_as_the_index_sorts_them() -> None:
+def test_navigation_has_the_kinds_of_pages_as_the_index_sorts_them() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     by_kind = {name: leaves(part) for one in nav for name, part in one.items()}
     assert tuple(by_kind) == ("Home", *KINDS)
-    text = (ROOT / "docs" / "README.md").read_text()
+    text = (ROOT / "docs" / "all_pages.md").read_text()
     for kind in KINDS:
         section = text.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
         linked = re.findall(r"\]\((\w+\.md)\)", section)
