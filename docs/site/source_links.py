@@ -15,6 +15,8 @@ PROJECT = {
     "CONTRIBUTING.md": "project/contributing.md",
 }
 """Page outside of docs/ -> its path in the site."""
+HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+"""Begins a page that the search does not look at."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -75,7 +77,7 @@ class Linker:
         target = self.out / page
         target.parent.mkdir(parents=True, exist_ok=True)
         # Found by links, not by words: the search is for the guides and the reference.
-        target.write_text(f"---\nsearch:\n  exclude: true\n---\n\n{text}")
+        target.write_text(HIDDEN + text)
         return page
 
 
