@@ -129,7 +129,7 @@ class Difference:
 
     Attributes:
         kind: What it is; "closure": how often the optimizer computed the loss; "handed": a gradient
-            after hooks and clipping.
+            after hooks and clipping; "start": a weight before the step.
         name: FQN of the parameter, buffer or metric, or logged name; empty for a loss.
         got: The loss, or the norm, on the mesh.
         wanted: That on one process.
@@ -141,7 +141,9 @@ class Difference:
         rank: Global rank then.
     """
 
-    kind: Literal["loss", "closure", "gradient", "handed", "weight", "log", "metric", "output"]
+    kind: Literal[
+        "start", "loss", "closure", "gradient", "handed", "weight", "log", "metric", "output"
+    ]
     name: str = ""
     got: float
     wanted: float
@@ -189,6 +191,7 @@ class Difference:
 
 
 _OF_PARAMETER = {
+    "start": ("weight", " before the step"),
     "gradient": ("gradient", ""),
     "handed": ("gradient", ", as the optimizer gets it,"),
     "weight": ("weight", " after the step"),

@@ -168,6 +168,119 @@ def test_a_loop_of_fabric_is_equal(rank: int, world: int) -> None:
     assert report.equal, str(report)
 
 
+class Halves(nn.Module):
+    """Half of a linear layer by hand: plain tensors of which nobody knows that they are parts."""
+
+    def __init__(self, whole: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(2)[rank].clone())
+        self.forgets_the_others = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x @ self.weight.T
+        parts = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(parts, own.detach())
+        parts[dist.get_rank()] = own
+        return torch.cat(parts, -1)
+
+
+def whole_halves(model: Halves) -> Any:
+    def whole(what: str) -> dict[str, Tensor]:
+        tensor = model.weight.grad if what == "gradients" else model.weight.detach()
+        if tensor is None:
+            return {}
+        parts = [torch.empty_like(tensor) for _ in range(2)]
+        dist.all_gather(parts, tensor)
+        return {"weight": torch.cat(parts)}
+
+    return whole
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
+def sgd(clips: Any) -> Any:
+    """Return an update that clips by the norm that a function finds."""
+
+    @torch.no_grad()
+    def update(model: Any) -> None:
+        (weight,) = model.parameters()
+        weight.grad.mul_(0.1 / clips(model))
+        weight.sub_(weight.grad)
+
+    return update
+
+
+def norm_of_all(model: Any) -> Tensor:
+    square = model.weight.grad.square().sum()
+    if isinstance(model, Halves):
+        dist.all_reduce(square)
+    return square.sqrt()
+
+
+@ranks(2)
+def test_shards_by_hand_are_compared_with_their_update(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(5, 4, bias=False)
+    captured, model = capture(net), Halves(net, rank)
+    batch, before = torch.randn(3, 5), model.weight.detach().clone()
+    given: Any = {"replica": 0, "whole": whole_halves(model)}
+
+    report = compare(captured, model, batch, square, update=sgd(norm_of_all), fresh=True, **given)
+    assert report.equal, str(report)
+    assert torch.equal(model.weight, before)
+
+    own_norm = sgd(lambda model: model.weight.grad.norm())
+    report = compare(captured, model, batch, square, update=own_norm, **given)
+    assert report.difference is not None
+    assert report.difference.kind == "handed"
+    assert report.causes[0].startswith("clipping by the norm of a shard")
+
+    late = sgd(lambda model: norm_of_all(model) * (2 if isinstance(model, Halves) else 1))
+    report = compare(captured, model, batch, square, update=late, **given)
+    assert report.difference is not None
+    assert report.difference.factor == pytest.approx(0.5)
+
+
+@ranks(2)
+def test_weights_that_are_not_those_captured_are_told(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(5, 4, bias=False)
+    captured, model = capture(net), Halves(net, 1 - rank)
+    batch, whole = torch.randn(3, 5), whole_halves(model)
+    report = compare(captured, model, batch, square, replica=0, whole=whole, fresh=True)
+    assert report.difference is not None
+    assert report.difference.kind == "start"
+    assert "the weight of weight before the step has the norm" in str(report)
+    assert report.causes[0].startswith("the way of the weights to the ranks")
+
+
+@ranks(2)
+def test_an_evaluation_is_compared_by_what_it_returns(rank: int, world: int) -> None:
+    def repeats(model: nn.Module, batch: Tensor) -> Tensor:
+        count = dist.get_world_size()
+        padded = torch.cat([batch, batch[: -len(batch) % count]])  # as DistributedSampler does
+        return model(padded[dist.get_rank() :: count]).detach().mean()
+
+    def adds_up(model: nn.Module, batch: Tensor) -> Tensor:
+        total = model(batch[dist.get_rank() :: dist.get_world_size()]).detach().sum()
+        dist.all_reduce(total)
+        return total / len(batch)
+
+    torch.manual_seed(0)
+    net, batch = nn.Linear(5, 1), torch.randn(3, 5)
+    captured = capture(net)
+    report = compare(captured, net, batch, repeats, replica=0)
+    assert report.difference is not None
+    assert report.difference.kind == "loss"
+    report = compare(captured, net, batch, adds_up, replica=0)
+    assert report.equal
+    assert report.notes == ("the step computes no gradients: only what it returns is compared",)
+
+
 def test_one_process_is_equal() -> None:
     net = PlainNet()
     report = compare(capture(net), net, batch_of(0), step)

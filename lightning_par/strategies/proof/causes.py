@@ -72,6 +72,7 @@ class Findings:
 
 
 _COMPARED = {
+    "start": "the weights before the step with those that were captured.",
     "loss": "the loss of the forward, which comes before gradients and the update.",
     "gradient": (
         "the losses, which are equal, and then the gradients before hooks and clipping; that of "
@@ -375,7 +376,12 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
         found: What else is known.
     """
     kind = "gradient" if difference is None else difference.kind
-    if found.is_own or found.copies:
+    if kind == "start":
+        yield (
+            "the way of the weights to the ranks: a shard at the wrong place, copies that each "
+            "rank has drawn for itself, or a part of a checkpoint that was not loaded."
+        )
+    elif found.is_own or found.copies:
         named = f" ({', '.join(found.copies[:3])})" if found.copies else ""
         whose = ", and that of rank 0 is of its own samples" if found.is_own else ""
         yield (

@@ -80,6 +80,7 @@ class OtherStep:
         update: Of the update; None: it is not compared.
         copies: For each rank, name -> norm of the gradients of which it holds a copy.
         clips: Whether gradients are clipped by their norm.
+        may_evaluate: Whether a step without gradients is compared by its loss.
         notes: What else was seen.
     """
 
@@ -93,6 +94,7 @@ class OtherStep:
     update: Tolerance | None = None
     copies: Sequence[Mapping[str, float]] = ()
     clips: bool = False
+    may_evaluate: bool = False
     notes: list[str] = field(default_factory=list)
 
     def judge(self) -> StepReport:
@@ -107,7 +109,10 @@ class OtherStep:
         except CannotJoinError as reason:
             raise CannotProveError(str(reason)) from None
         one = self._run(joined, 0)
-        if not any(bool(g.any()) for held in one.gradients for g in (held or {}).values()):
+        records = (*self.noted.gradients, *one.gradients)
+        if self.may_evaluate and not any(records):
+            self.notes.append("the step computes no gradients: only what it returns is compared")
+        elif not any(bool(g.any()) for held in one.gradients for g in (held or {}).values()):
             raise CannotProveError("all of its gradients are zero")
         difference = self._measure(self.noted, one)
         parts = self._mean_of_parts(batches) if difference is not None else None
