@@ -36,7 +36,7 @@ SIMULATED_SHORT = tests/cuda_simulation tests/gpu/test_single_device.py tests/gp
 # (transformers, which the tests use, wants a newer one).
 OLDEST = $(shell sed -nE 's/^ *"(jsonargparse|lightning|torchmetrics)[^>]*>=([0-9.]+).*/\1==\2/p' pyproject.toml)
 
-.PHONY: help setup demo test test-together test-alone test-all test-cuda-sim test-cuda-sim-short minimal lint format types bench bench-gpu pictures docs docs-serve package clean
+.PHONY: help setup demo test test-together test-alone test-all test-cuda-sim test-cuda-sim-short minimal lint format types bench zoo bench-gpu pictures docs docs-serve package clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -114,6 +114,9 @@ types: $(STAMP) ## Check types: the package with mypy (strict), a user's project
 bench: $(STAMP) ## Run every benchmark that this machine can run
 	@for script in $(sort $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/[a-z]*.py))); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+zoo: $(STAMP) ## Score checkers on the silent faults of benchmarks/zoo (ten minutes); draws docs/pictures/zoo.svg
+	$(BIN)/python -m benchmarks.zoo --picture
 
 bench-gpu: $(STAMP) ## Run tests/gpu and every GPU benchmark (20 minutes at most); adds a table to RESULTS.md
 	$(BIN)/python benchmarks/gpu_all.py $(if $(DEVICES),--devices $(DEVICES)) $(BENCH_ARGS)

@@ -1,0 +1,117 @@
+"""What checkers have found, and their score."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.zoo.fault import Fault
+from benchmarks.zoo.proof import Verdict
+
+__all__ = ["CHECKERS", "Row", "score_table"]
+
+CHECKERS = {
+    "proof": "the proof (`compare`)",
+    "trace": "full trace, as TTrace",
+    "invariants": "invariants, as TrainCheck",
+    "loss": "loss, 1 % off a reference",
+    "norm": "gradient norm, 5 % off",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of a fault.
+
+    Attributes:
+        fault: It.
+        found: Checker -> what it has found; None: nothing.
+        seconds: What each took.
+        changed: Largest relative difference of a loss from the healthy run.
+        crash: What ended the run; empty: nothing did.
+    """
+
+    fault: Fault
+    found: Mapping[str, Verdict | None] = field(default_factory=lambda: dict.fromkeys(CHECKERS))
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    changed: float = 0.0
+    crash: str = ""
+
+    def is_at_once(self, checker: str) -> bool:
+        """Tell whether it was found in the first step in which it acts."""
+        verdict = self.found[checker]
+        return verdict is not None and verdict.step <= self.fault.begins
+
+    def is_blamed(self, checker: str) -> bool:
+        """Tell whether phase, and axis if one is named, are those of the fault."""
+        verdict, fault = self.found[checker], self.fault
+        if verdict is None or verdict.phase != fault.phase:
+            return False
+        return not verdict.axis or _axes(verdict.axis) == _axes(fault.axis)
+
+    def __str__(self) -> str:
+        if self.crash:
+            return f"{self.fault.name}: CRASH {self.crash}"
+        fault = self.fault
+        cells = [f"{name} {self._cell(name)}" for name in CHECKERS]
+        where = f"{fault.when}, {fault.phase}, {fault.axis}"
+        return f"{fault.name} ({where}; loss {self.changed:.0e}): {'; '.join(cells)}"
+
+    def _cell(self, checker: str) -> str:
+        verdict = self.found[checker]
+        if verdict is None:
+            return "-"
+        named = " ".join(word for word in (verdict.phase, verdict.axis) if word)
+        wrong = "" if self.is_blamed(checker) or not named else " WRONG"
+        return f"{verdict.step}" + (f" ({named}{wrong})" if named else "")
+
+
+def _axes(text: str) -> set[str]:
+    return set(text.split(" x "))
+
+
+def score_table(rows: Sequence[Row], alarms: Mapping[str, Sequence[str]]) -> str:
+    """Return the score of each checker, as a table in Markdown.
+
+    Args:
+        rows: Of all faults.
+        alarms: Checker -> healthy runs in which it found something; empty: they were not run.
+    """
+    early = [row for row in rows if row.fault.when in ("first", "evaluation")]
+    late = [row for row in rows if row.fault.when not in ("first", "evaluation")]
+    lines = [
+        f"| checker | of {len(early)} that act from the start: before the first update, by step "
+        f"10 | of {len(late)} that act later | of these, in the step where it begins | blamed "
+        "rightly | false alarms | time, run = 1 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, title in CHECKERS.items():
+        at_once = sum(row.is_at_once(name) for row in early)
+        ever = sum(row.found[name] is not None for row in early)
+        later = [row for row in late if row.found[name] is not None]
+        told = [row for row in rows if row.found[name] is not None and row.found[name].phase]
+        blamed = sum(row.is_blamed(name) for row in told)
+        cells = [
+            title,
+            f"{at_once} ({_share(at_once, early)}), {ever} ({_share(ever, early)})",
+            f"{len(later)} ({_share(len(later), late)})",
+            str(sum(row.is_at_once(name) for row in later)),
+            f"{blamed} of {len(told)} ({_share(blamed, told)})" if told else "names nothing",
+            f"{len(alarms[name])} of 40" if alarms else "not run",
+            _time(rows, name),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _share(count: int, of: Sequence[Row]) -> str:
+    return f"{100 * count / len(of):.0f} %" if of else "-"
+
+
+def _time(rows: Sequence[Row], name: str) -> str:
+    """Return the median time of a checker over that of the run, where it has watched it all."""
+    shares = [
+        row.seconds[name] / row.seconds["run"]
+        for row in rows
+        if name in row.seconds and (row.found[name] is None or name == "invariants")
+    ]
+    return f"{statistics.median(shares):.1f}" if shares else "a run of one process"

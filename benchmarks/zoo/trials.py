@@ -1,0 +1,90 @@
+"""Runs faults and healthy runs on ranks, and reads curves against those of one process."""
+
+import math
+from dataclasses import replace
+
+from benchmarks.zoo.comm import Layout
+from benchmarks.zoo.fault import FAULTS
+from benchmarks.zoo.healthy import HEALTHY
+from benchmarks.zoo.play import Outcome, play, Run, run_of
+from benchmarks.zoo.proof import Verdict
+from benchmarks.zoo.score import CHECKERS, Row
+from tests.support.ranks.api import RankError, run_ranks
+
+__all__ = ["Trials"]
+
+_TIMEOUT = 120
+
+
+class Trials:
+    """Runs, of which the healthy ones are kept to compare others with."""
+
+    def __init__(self) -> None:
+        self._learned: dict[Run, list[Outcome]] = {}
+        self._alone: dict[tuple[Run, int | None], Outcome] = {}
+
+    def try_fault(self, number: int) -> Row:
+        """Train with a fault, and return what the checkers have found."""
+        fault = FAULTS[number]
+        run = run_of(fault)
+        healthy = self._healthy(run)
+        try:
+            outcome = self._play(run, number, healthy)
+        except RankError as error:
+            return Row(fault=fault, crash=str(error).splitlines()[0])
+        losses = zip(outcome.losses, healthy[0].losses, strict=True)
+        return Row(
+            fault=fault,
+            found=self._verdicts(run, outcome, number if fault.is_shared else None),
+            seconds=outcome.seconds,
+            changed=max(abs(a - b) / abs(b) for a, b in losses),
+        )
+
+    def try_healthy(self) -> dict[str, list[str]]:
+        """Train without faults; return for each checker the runs in which it found something."""
+        alarms: dict[str, list[str]] = {name: [] for name in CHECKERS}
+        for layout, options, seed, resumes in HEALTHY:
+            run = Run(layout=layout, options=tuple(options.items()), seed=seed, resumes=resumes)
+            outcome = self._play(run, None, self._healthy(replace(run, seed=0)))
+            for name, verdict in self._verdicts(run, outcome).items():
+                if verdict is not None:
+                    alarms[name].append(f"{layout} {options}: {verdict.text or verdict.phase}")
+        return alarms
+
+    def _healthy(self, run: Run) -> list[Outcome]:
+        if run not in self._learned:
+            found = run_ranks(play, run.layout.world, run, None, None, False, timeout=_TIMEOUT)
+            self._learned[run] = found
+        return self._learned[run]
+
+    def _play(self, run: Run, number: int | None, healthy: list[Outcome]) -> Outcome:
+        learned = [outcome.learned for outcome in healthy]
+        arguments = run, number, learned, True
+        outcome: Outcome = run_ranks(play, run.layout.world, *arguments, timeout=_TIMEOUT)[0]
+        return outcome
+
+    def _verdicts(
+        self, run: Run, outcome: Outcome, shared: int | None = None
+    ) -> dict[str, Verdict | None]:
+        """Return what each checker has found; curves are those of one process, with the number of
+        the fault that it has, too.
+        """
+        alone = replace(run, layout=Layout(micro=run.layout.micro))
+        key = alone, shared
+        if key not in self._alone:
+            self._alone[key] = play(0, 1, alone, shared, None, False)
+        wanted = self._alone[key]
+        metrics = _beyond(outcome.metrics, wanted.metrics, 0.01)
+        return {
+            **outcome.verdicts,
+            "loss": _beyond(outcome.losses, wanted.losses, 0.01) or metrics,
+            "norm": _beyond(outcome.norms, wanted.norms, 0.05),
+        }
+
+
+def _beyond(got: list[float], wanted: list[float], share: float) -> Verdict | None:
+    """Return the first step in which a curve is further off than a share of the reference."""
+    pairs = enumerate(zip(got, wanted, strict=True))
+    found = (step for step, (a, b) in pairs if not math.isclose(a, b, rel_tol=share))
+    step = next(found, None)
+    return None if step is None else Verdict(step=step)

@@ -1,0 +1,91 @@
+"""The zoo of faults: its trainer equals one process, and its faults are what their rows say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.zoo.comm import AXES, Layout
+from benchmarks.zoo.fault import BEGINS, FAULTS, PHASES
+from benchmarks.zoo.model import build, Config
+from benchmarks.zoo.play import play, Run, run_of
+from benchmarks.zoo.proof import trainer_of
+from benchmarks.zoo.trainer import Trainer
+from tests.support.ranks.api import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYOUTS = [
+    Layout(dp=2, zero=True),
+    Layout(tp=2),
+    Layout(pp=2, micro=2),
+    Layout(ep=2),
+    Layout(dp=2, tp=2, zero=True, sequence=True),
+    Layout(cp=2, tp=2, sequence=True),
+    Layout(pp=2, ep=2, micro=2),
+]
+EASY = ["row-parallel-not-summed", "norm-of-one-stage", "moments-start-anew"]
+
+
+def train(rank: int, world: int, layout: Layout, options: dict[str, Any]) -> Any:
+    """Take three steps, one after a checkpoint; return all that can be compared."""
+    config = Config(**options)
+    trainer = trainer_of(layout, config, Trainer(build(config)).save(), None)
+    losses = [trainer.train_step(), trainer.train_step()]
+    saved = trainer.save()
+    trainer.comm.close()
+    trainer = trainer_of(layout, config, saved, None)
+    losses += [trainer.train_step(), float(trainer.evaluate(trainer.data.held_out()))]
+    found = losses, trainer.norm, trainer.whole("weights"), trainer.whole("second")
+    trainer.comm.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_trainer_equals_one_process(layout: Layout) -> None:
+    options = {"experts": 4, "dropout": 0.2, "recompute": layout.micro > 1}
+    losses, norm, weights, moments = run_ranks(train, layout.world, layout, options)[0]
+    one = train(0, 1, Layout(micro=layout.micro), options)
+    assert losses == pytest.approx(one[0], rel=1e-11)
+    assert norm == pytest.approx(one[1], rel=1e-11)
+    assert weights.keys() == one[2].keys()
+    for name in weights:
+        # Adam divides by the root of sums, whose roundings differ.
+        torch.testing.assert_close(weights[name], one[2][name], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(moments[name], one[3][name], rtol=1e-9, atol=1e-13)
+
+
+def test_rows_are_complete() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 60
+    known = {*AXES, "zero", "sequence", "micro", "any"}
+    for fault in FAULTS:
+        assert 20 < len(fault.story) <= 180, fault.name
+        assert fault.source == "own" or any(c.isdigit() for c in fault.source), fault.name
+        assert fault.phase in PHASES, fault.name
+        assert fault.when in BEGINS, fault.name
+        assert {*fault.axis.split(" x ")} <= known, fault.name
+        on = {"any", *fault.layout.axes}
+        assert {*fault.axis.split(" x ")} <= on, f"{fault.name} needs an axis that is off"
+
+
+@pytest.mark.parametrize("name", EASY)
+def test_a_fault_changes_the_run_and_is_told(name: str) -> None:
+    number = next(n for n, fault in enumerate(FAULTS) if fault.name == name)
+    fault = FAULTS[number]
+    run = run_of(fault)
+    healthy = run_ranks(play, run.layout.world, run, None, None, False)
+    learned = [outcome.learned for outcome in healthy]
+    faulty = run_ranks(play, run.layout.world, run, number, learned, True)[0]
+    one, other = healthy[0], faulty
+    assert (one.losses, one.metrics) != (other.losses, other.metrics)
+    verdict = faulty.verdicts["proof"]
+    assert verdict is not None
+    assert (verdict.step, verdict.phase, verdict.axis) == (fault.begins, fault.phase, fault.axis)
+
+
+def test_no_checker_tells_anything_of_a_healthy_run() -> None:
+    run = Run(layout=Layout(tp=2, sequence=True), options=(("dropout", 0.2),), resumes=True)
+    learned = [outcome.learned for outcome in run_ranks(play, 2, run, None, None, False)]
+    assert run_ranks(play, 2, run, None, learned, True)[0].verdicts == dict.fromkeys(
+        ["proof", "trace", "invariants"]
+    )
