@@ -1,6 +1,6 @@
 """Plants every fault of the zoo, and says which checker finds it, when, and what it blames.
 
-python -m benchmarks.zoo [--only TEXT] [--picture]
+python -m benchmarks.zoo [--only TEXT] [--picture] [--typed]
 
 Prints a row for each fault, then the score of each checker with its false alarms on 40 healthy
 runs. Without `--only` it is also written to docs/pictures/zoo.svg if `--picture` is given.
@@ -21,7 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults whose names contain this")
     parser.add_argument("--picture", action="store_true", help="draw docs/pictures/zoo.svg")
+    parser.add_argument("--typed", action="store_true", help="try spmd_types on some faults")
     given = parser.parse_args()
+    if given.typed:
+        from benchmarks.zoo.typed import print_found  # spmd_types need not be installed
+
+        print_found()
+        close_ranks()
+        return
     began, trials, rows = time.monotonic(), Trials(), list[Row]()
     for number, fault in enumerate(FAULTS):
         if given.only in fault.name:

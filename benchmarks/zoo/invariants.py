@@ -57,13 +57,19 @@ class Watcher:
         self.seconds = 0.0
         self.verdict: Verdict | None = None
         self._calls: list[Any] = []
-        self._part = "forward"
+        self._part, self._rate = "forward", 0.0
 
     def attach(self, trainer: Trainer) -> None:
         """Follow the parts of a step of a trainer."""
         for name, part in _PARTS.items():
             setattr(trainer, name, self._marked(getattr(trainer, name), part))
-        setattr(trainer.optimizer, "step", self._marked(trainer.optimizer.step, "update"))  # noqa: B010
+        optimizer, plain = trainer.optimizer, trainer.optimizer.rate
+
+        def rate() -> float:
+            self._rate = plain()
+            return self._rate
+
+        vars(optimizer).update(step=self._marked(optimizer.step, "update"), rate=rate)
 
     def _marked(self, plain: Callable[..., Any], part: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -102,7 +108,6 @@ class Watcher:
         self._calls = []
         number, batch = trainer.step, trainer.data.batch(trainer.step)["rows"]
         before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-        rate = trainer.optimizer.rate()
         with self.watching():
             began = time.perf_counter()
             loss = trainer.train_step()
@@ -113,7 +118,7 @@ class Watcher:
             {
                 "calls": self._calls,
                 "update": [n for n, p in trainer.model.named_parameters() if p.equal(before[n])],
-                "rate": (rate, trainer.optimizer.count),
+                "rate": (self._rate, trainer.optimizer.count),
                 "clip": float(norm) <= trainer.config.clip * 1.001,
             }
         )

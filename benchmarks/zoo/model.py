@@ -133,7 +133,8 @@ class Experts(nn.Module):
         tokens = self.comm.enter(x)
         rows, slots = self.pack(tokens.flatten(0, 1), choice.flatten())
         answers = self.compute(rows)
-        return self.comm.leave(self.unpack(answers, slots).view_as(tokens)) * gate[..., None]
+        found = self.unpack(answers, slots).unflatten(0, tokens.shape[:2])
+        return self.comm.leave(found) * gate[..., None]
 
     def measure_balance(self, odds: Tensor, choice: Tensor) -> Tensor:
         """Return this rank's part of E * sum over e of (share of e) * (mean odds of e)."""

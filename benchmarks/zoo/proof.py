@@ -116,7 +116,7 @@ def _differs(
 
 
 def _compare(trainer: Trainer, saved: Mapping[str, Any], fault: Fault | None, kind: str) -> Any:
-    captured = capture(trainer_alone(trainer, saved, fault).model)
+    captured = capture(trainer_alone(trainer, saved, None).model)
     # Its number, as the one process reads batches with a loader of its own.
     number = {"step": torch.tensor(trainer.step)}
 

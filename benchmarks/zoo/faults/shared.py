@@ -64,7 +64,7 @@ def _(plant: Plant) -> None:
     def wider(healthy: Any, part: Any) -> Any:
         def later(q: Tensor, k: Tensor) -> Tensor:
             found = healthy(q, k)
-            return torch.cat([found[:, 1:], found[:, -1:]], 1)
+            return torch.cat([found[:, :1], found[:, :-1]], 1)
 
         return later
 
