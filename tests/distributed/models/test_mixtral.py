@@ -21,6 +21,7 @@ TOKENS = 2 * LENGTH
 
 LARGE = {"pp2", "dp2", "cp2", "ep2 zero0", "ep2 dp2 zero1", "ep2 tp2 padded"}
 LARGE |= {"ep2 one expert has all, padded", "ep2 expert choice, padded"}
+LARGE |= {"ep2 cp2", "ep2 dp2 zero2"}
 """What fails here fails, too, where experts are divided, with other stages, or with more axes."""
 
 

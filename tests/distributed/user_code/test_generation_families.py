@@ -153,6 +153,7 @@ def alone(family: str) -> dict[str, Any]:
     return found
 
 
+# Windows of attention: gemma3 where sequences are divided, mistral with stages and shards.
 USUAL = {
     ("bart", "tp2"),
     ("gemma3", "cp2"),
@@ -160,9 +161,7 @@ USUAL = {
     ("gpt", "cp2"),
     ("gpt", "zero3"),
     ("gpt2", "pp2"),
-    ("mistral window", "cp2"),
     ("mistral window", "tp2pp2"),
-    ("mistral window", "zero3"),
     ("mixtral", "zero1"),
     ("mixtral", "zero3"),
     ("qwen3", "tp2"),
