@@ -12,19 +12,25 @@ from lightning_par.checkpoint.storage import partial_path, partials_of, write_ob
 from lightning_par.errors import CheckpointError
 from tests.support.checkpoints import find_problems, holds, save_alone
 
-HOLDS_A_CLAIM = """
+CASES = [(first, form) for first in ("has saved", "writes") for form in ("file", "folder")]
+"""What the first run has done, and the form of the checkpoint."""
+
+HOLDS_CLAIMS = """
 import sys
 from pathlib import Path
 from lightning_par.checkpoint.claims import FolderClaims
 from lightning_par.checkpoint.storage import partial_path
 from tests.support.checkpoints import save_alone
-path = Path(sys.argv[1])
-assert FolderClaims().add(path.parent)
-if sys.argv[2] == "writes":
-    partial_path(path).touch()
-else:
-    save_alone(path, 1, as_file=sys.argv[3] == "file")
-print("has it", flush=True)
+from tests.unit.checkpoint.test_two_runs import CASES, place
+for case in CASES:
+    path = place(Path(sys.argv[1]), *case)
+    path.parent.mkdir()
+    assert FolderClaims().add(path.parent)
+    if case[0] == "writes":
+        partial_path(path).touch()
+    else:
+        save_alone(path, 1, as_file=case[1] == "file")
+print("has them", flush=True)
 sys.stdin.read()
 """
 
@@ -34,12 +40,18 @@ from pathlib import Path
 from lightning_par.errors import CheckpointError
 from tests.support.checkpoints import save_alone
 for seed in itertools.count(1):
-    try:
-        save_alone(Path(sys.argv[1]), seed, as_file=sys.argv[2] == "file")
-    except CheckpointError:
-        pass
+    for form in ("file", "folder"):
+        try:
+            save_alone(Path(sys.argv[1], form, "last.ckpt"), seed, as_file=form == "file")
+        except CheckpointError:
+            pass
     print("saved", flush=True)
 """
+
+
+def place(folder: Path, first: str, form: str) -> Path:
+    """The checkpoint of a case, in a folder of its own."""
+    return folder / f"{form} {first}" / "last.ckpt"
 
 
 def start(script: str, *arguments: object) -> "Popen[bytes]":
@@ -56,43 +68,47 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
-@pytest.mark.parametrize("first", ["has saved", "writes"])
-def test_second_run_is_refused_at_its_first_save(first: str, form: str, tmp_path: Path) -> None:
-    path, as_file = tmp_path / "last.ckpt", form == "file"
-    process = start(HOLDS_A_CLAIM, path, first, form)
+def test_second_run_is_refused_at_its_first_save(tmp_path: Path) -> None:
+    """By one process that holds the checkpoints of all cases."""
+    process = start(HOLDS_CLAIMS, tmp_path)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"has it\n"
-        with pytest.raises(CheckpointError, match=r"another run saves to this path.*LP508"):
-            save_alone(path, 2, as_file=as_file)
-        save_alone(tmp_path / "own.ckpt", 3, as_file=as_file)  # its own name
+        assert process.stdout.readline() == b"has them\n"
+        for case in CASES:
+            path, as_file = place(tmp_path, *case), case[1] == "file"
+            with pytest.raises(CheckpointError, match=r"another run saves to this path.*LP508"):
+                save_alone(path, 2, as_file=as_file)
+            save_alone(path.with_name("own.ckpt"), 3, as_file=as_file)  # its own name
     finally:
         end(process)
-    assert len(partials_of(path)) == (first == "writes"), "what the first run writes is its own"
-    assert first == "writes" or holds(path, 1)
-    save_alone(path, 2, as_file=as_file)  # the run that was killed is no matter of the next one
-    assert holds(path, 2)
-    assert names(tmp_path) == ["last.ckpt", "own.ckpt"]
+    for first, form in CASES:
+        path = place(tmp_path, first, form)
+        assert len(partials_of(path)) == (first == "writes"), "what the first run writes is its own"
+        assert first == "writes" or holds(path, 1)
+        # The run that was killed is no matter of the next one.
+        save_alone(path, 2, as_file=form == "file")
+        assert holds(path, 2)
+        assert names(path.parent) == ["last.ckpt", "own.ckpt"]
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
-def test_no_reader_meets_a_torn_checkpoint_of_two_runs(form: str, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    processes = [start(SAVES_FOR_EVER, path, form) for _ in range(2)]
+def test_no_reader_meets_a_torn_checkpoint_of_two_runs(tmp_path: Path) -> None:
+    file, folder = (tmp_path / form / "last.ckpt" for form in ("file", "folder"))
+    for path in (file, folder):
+        path.parent.mkdir()
+    processes = [start(SAVES_FOR_EVER, tmp_path) for _ in range(2)]
     try:
         for _ in range(20):
             for process in processes:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"saved\n"
-            # A folder may be replaced between two of its files.
-            assert form == "folder" or find_problems(path) == []
+            assert find_problems(file) == []  # a folder may be replaced between two of its files
     finally:
         for process in processes:
             end(process)
-    assert find_problems(path) == []
-    save_alone(path, 7, as_file=form == "file")
-    assert names(tmp_path) == ["last.ckpt"]
+    for path in (file, folder):
+        assert find_problems(path) == []
+        save_alone(path, 7, as_file=path == file)
+        assert names(path.parent) == ["last.ckpt"]
 
 
 def test_a_reader_keeps_the_file_that_it_has_opened(tmp_path: Path) -> None:
