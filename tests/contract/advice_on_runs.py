@@ -95,12 +95,12 @@ RUNS: dict[str, dict[str, str]] = {
     "LP710": {
         "srun": OUTSIDE,
         "SLURM_JOB_NAME=bash": (
-            "contract/test_launch.py::test_allocation_of_slurm_without_srun_runs_as_bash"
+            "contract/test_launch.py::test_lines_of_a_prompt_run_from_a_file_as_bash"
         ),
     },
     "LP711": {
         "%%writefile train.py, !python train.py": """
-            contract/test_launch.py::test_lines_of_a_prompt_run_from_a_file
+            contract/test_launch.py::test_lines_of_a_prompt_run_from_a_file_as_bash
             contract/test_notebooks.py::test_notebook_runs_and_says"""
     },
     "LP712": {

@@ -212,9 +212,10 @@ def test_allocation_of_slurm_without_srun_is_told_how_to_start(tmp_path: Path) -
     )
 
 
-def test_lines_of_a_prompt_run_from_a_file_also_in_an_allocation_as_bash(
+def test_lines_of_a_prompt_run_from_a_file_as_bash(
     tmp_path: Path, one_device: dict[str, float]
 ) -> None:
+    """From the file in an allocation of SLURM, by the name of a job that the message gives."""
     lines = (
         "import sys",
         f"sys.argv[1:] = {script(tmp_path)[1:]}",
