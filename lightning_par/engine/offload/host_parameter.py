@@ -25,18 +25,13 @@ from lightning_par.errors import OffloadError
 from lightning_par.upstream.dtensor import sharded_like
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["HostParameter", "PendingStates", "local_tensor", "wide_dtype"]
+__all__ = ["HostParameter", "PendingStates", "local_tensor"]
 
 
 @torch.no_grad()
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard; it shares memory and version counter with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the master weight of a parameter of this dtype."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.offload.copy_stream import pin, unpin
-from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor, wide_dtype
+from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor
 from lightning_par.engine.offload.nvme import (
     DirectIOFile,
     DirectNvmeRange,
@@ -196,7 +196,7 @@ def allocate(
 
 def _dtypes(dtype: torch.dtype, options: OffloadOptions) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of master and moments."""
-    wide = wide_dtype(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
     return wide, wide if wide is torch.float64 else options.moments
 
 

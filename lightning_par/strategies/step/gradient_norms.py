@@ -258,7 +258,8 @@ class GradientNorms:
         if owner is None and not isinstance(grad, DTensor):
             counts = self._mesh.rank == 0
         # In float32 at least, and float64 from there on: the squares of float16 overflow at 256.
-        norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).real.double()
+        wide = torch.promote_types(local.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(local, norm_type, dtype=wide).real.double()
         power = norm if norm_type == float("inf") else norm**norm_type
         # Not times 0: infinity would become NaN.
         counted: Tensor = power if counts else torch.zeros_like(power)
@@ -318,7 +319,3 @@ class GradientNorms:
             f"pipeline_parallel_size={self._stages}: in a hook between backward and "
             f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}",
         )
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
