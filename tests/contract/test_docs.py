@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import io
 import logging
 import os
@@ -31,6 +32,7 @@ EVERY_PAGE = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"\b(?:docs|tests|configs|examples|benchmarks)/[\w/]+\.(?:py|yaml|md)\b")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAME = re.compile(r"(\w+)=")
 DEVICES = re.compile(r"devices=(\d+)")
 
 SHORTER = {"halve_a_bubble.md": ("max_steps=12", "max_steps=2")}
@@ -274,6 +276,24 @@ def test_every_picture_is_drawn_by_a_script() -> None:
 def test_every_picture_is_shown_on_a_page() -> None:
     shown = {Path(t).name for page in PAGES for t in LINK.findall(page.read_text())}
     assert {p.name for p in (DOCS / "pictures").iterdir()} <= shown
+
+
+def test_options_of_other_tools_are_called_here_what_the_page_says() -> None:
+    """Every `name=` of a right column is an argument."""
+    from lightning.pytorch import Trainer
+
+    from lightning_par import ParallelPlan, ZeROOffloadStrategy
+    from lightning_par.strategies import MeshStrategy
+
+    owners = (MeshStrategy, ZeROOffloadStrategy, ParallelPlan, Trainer, Trainer.fit)
+    known = {name for owner in owners for name in inspect.signature(owner).parameters}
+    known |= {"sync_dist", "strategy"}  # of self.log, and of the Trainer's own argument
+    rows = re.findall(
+        r"^\|[^|]*\| ([^|]*) \|$", (DOCS / "coming_from.md").read_text(), re.MULTILINE
+    )
+    named = {n for row in rows for code in re.findall("`[^`]*`", row) for n in NAME.findall(code)}
+    assert len(named) > 20
+    assert named - known == set()
 
 
 def test_presets_have_the_parameters_that_the_guide_gives() -> None:
