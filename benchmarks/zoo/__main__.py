@@ -1,17 +1,18 @@
 """Plants every fault of the zoo, and says which checker finds it, when, and what it blames.
 
-python -m benchmarks.zoo [--only TEXT] [--picture] [--typed]
+python -m benchmarks.zoo [--only TEXT] [--report FILE] [--typed]
 
 Prints a row for each fault, then the score of each checker with its false alarms on 40 healthy
-runs. Without `--only` it is also written to docs/pictures/zoo.svg if `--picture` is given.
+runs. `--report` also writes the counts of each phase, of which docs/drawing/draw_zoo.py draws.
 """
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 from benchmarks.zoo.fault import FAULTS
-from benchmarks.zoo.picture import draw
-from benchmarks.zoo.score import Row, score_table
+from benchmarks.zoo.score import counts_by_phase, Row, score_table
 from benchmarks.zoo.trials import Trials
 from tests.support.ranks.api import close_ranks
 
@@ -20,7 +21,7 @@ def main() -> None:
     """Run all, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults whose names contain this")
-    parser.add_argument("--picture", action="store_true", help="draw docs/pictures/zoo.svg")
+    parser.add_argument("--report", type=Path, help="file for the counts of each phase")
     parser.add_argument("--typed", action="store_true", help="try spmd_types on some faults")
     given = parser.parse_args()
     if given.typed:
@@ -41,8 +42,8 @@ def main() -> None:
     wrong = [row.fault.name for row in rows if row.found["proof"] and not row.is_blamed("proof")]
     print(f"blamed wrongly by the proof: {', '.join(wrong) or 'none'}")
     print(f"\n{time.monotonic() - began:.0f} s")
-    if given.picture and not given.only:
-        draw(rows)
+    if given.report:
+        given.report.write_text(json.dumps(counts_by_phase(rows), indent=1) + "\n")
     close_ranks()
 
 

@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from benchmarks.zoo.fault import Fault
+from benchmarks.zoo.fault import Fault, PHASES
 from benchmarks.zoo.proof import Verdict
 
-__all__ = ["CHECKERS", "Row", "score_table"]
+__all__ = ["CHECKERS", "Row", "counts_by_phase", "score_table"]
 
 CHECKERS = {
     "proof": "the proof (`compare`)",
@@ -101,6 +102,22 @@ def score_table(rows: Sequence[Row], alarms: Mapping[str, Sequence[str]]) -> str
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def counts_by_phase(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return for each phase how many faults it has, and for each checker how many it found in the
+    step where they begin, and in later ones.
+    """
+    phases: dict[str, Any] = {}
+    for phase in PHASES:
+        of_phase = [row for row in rows if row.fault.phase == phase]
+        found: dict[str, Any] = {"faults": len(of_phase)}
+        for name in CHECKERS:
+            at_once = sum(row.is_at_once(name) for row in of_phase)
+            ever = sum(row.found[name] is not None for row in of_phase)
+            found[name] = [at_once, ever - at_once]
+        phases[phase] = found
+    return {"checkers": CHECKERS, "phases": phases}
 
 
 def _share(count: int, of: Sequence[Row]) -> str:
