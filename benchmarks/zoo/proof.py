@@ -87,6 +87,7 @@ def prove(
             "evaluation".
     """
     report = _compare(trainer, saved, fault, kind)
+    assert not report.unknown, report.unknown
     if not report.differs:
         return None
     phase = PHASE[report.difference.kind] if report.difference is not None else "forward"
@@ -116,6 +117,7 @@ def _differs(
 
 
 def _compare(trainer: Trainer, saved: Mapping[str, Any], fault: Fault | None, kind: str) -> Any:
+    # Without the fault: `around` plants what is shared.
     captured = capture(trainer_alone(trainer, saved, None).model)
     # Its number, as the one process reads batches with a loader of its own.
     number = {"step": torch.tensor(trainer.step)}
@@ -126,14 +128,8 @@ def _compare(trainer: Trainer, saved: Mapping[str, Any], fault: Fault | None, ki
 
     if kind == "evaluation":
         trainer.grads = {}
-        return compare(
-            captured,
-            trainer.model,
-            number,
-            evaluate,
-            replica=0,
-            whole=trainer.whole,
-        )
+        own = trainer.model, number, evaluate
+        return compare(captured, *own, replica=0, whole=trainer.whole)
     # Where the run goes on from a file, so does the one process; else from the ranks' own state.
     states = saved if kind == "fresh" else _states(trainer)
 
