@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
 
 from lightning_par.dtensor import shard_of, whole
+from lightning_par.strategies.hooks.innermost_mode import asks_innermost
+from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, write_slice
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 
-__all__ = ["SET_DATA", "entry", "first", "is_masked", "is_number", "run", "written"]
+__all__ = ["SET_DATA", "MixedTensors", "entry", "first", "is_masked", "is_number", "run", "written"]
 
 _TENSOR: Any = Tensor
 SET_DATA = _TENSOR.data.__set__
@@ -47,6 +50,11 @@ def run(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, A
     """Run a function of this rank's tensors, some of which may be DTensors."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     parts = [t for t in tensors if isinstance(t, DTensor)]
+    name = getattr(func, "__name__", "")
+    if is_slice(target) or (isinstance(target, DTensor) and name == "__setitem__"):
+        return write_slice(func, target, args, kwargs)
+    if name in VIEWS and args and (isinstance(args[0], DTensor) or is_slice(args[0])):
+        return slice_of(func, args, kwargs)
     if not parts:
         return func(*args, **kwargs)
     if target is not None:
@@ -93,3 +101,29 @@ def entry(value: Any, index: int, count: int) -> Any:
 def is_number(value: Any) -> bool:
     """Whether it is a tensor with one entry and no dims."""
     return isinstance(value, Tensor) and value.ndim == 0
+
+
+class MixedTensors(TorchFunctionMode):
+    """Lets a hook mix plain tensors and DTensors, and write to slices of DTensors."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function; what DTensor computes by itself is left to it."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if asks_innermost(func):
+            return args[0] is self
+        # Properties; and lists, of which all entries are alike.
+        if name in ("__get__", "__set__") or name.startswith("_foreach_"):
+            return func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        parts = [t for t in tensors if isinstance(t, DTensor)]
+        if not parts and not any(map(is_slice, tensors)):
+            return func(*args, **kwargs)
+        if name == "__iter__":
+            return iter(run(torch.unbind, None, args, kwargs))
+        target, is_mixed = written(func, name, args, kwargs), len(parts) < len(tensors)
+        if is_mixed or is_slice(target) or name in VIEWS or name == "__setitem__":
+            return run(func, target, args, kwargs)
+        return func(*args, **kwargs)

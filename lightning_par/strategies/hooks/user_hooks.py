@@ -13,6 +13,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.strategies.hooks.mixed_tensors import MixedTensors
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -171,7 +172,7 @@ class UserHooks:
         if self._view.is_on or not self._are_together():  # one hook calls another, or it saves
             return call()
         if name not in self._surrounded:
-            with self._model.steps.outside(True):
+            with self._model.steps.outside(True), MixedTensors():
                 return call()
         return self._between_steps(name, owner, call)
 
@@ -266,6 +267,8 @@ class UserHooks:
             stack.enter_context(norms.in_view(self._reads.paused))
             label = _label(self._model.module, "optimizer_step")
             self._show_whole(stack, label, is_first=True)
+        else:
+            stack.enter_context(MixedTensors())
 
     @contextmanager
     def updating(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:

@@ -44,6 +44,7 @@ from lightning_par.strategies.hooks.mixed_tensors import (
     SET_DATA,
     written,
 )
+from lightning_par.strategies.hooks.slices import is_slice
 from lightning_par.strategies.hooks.whole_groups import WholeGroups
 from lightning_par.strategies.step.absent_parameter import (
     About,
@@ -251,7 +252,7 @@ class WholeView(TorchFunctionMode):
 
     def _is_part(self, value: Any) -> bool:
         return isinstance(value, DTensor) or (
-            isinstance(value, Tensor) and self._stage_of(value) is not None
+            isinstance(value, Tensor) and (is_slice(value) or self._stage_of(value) is not None)
         )
 
     def _value_of(self, tensor: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Hooks that write to slices of weights and gradients, which ranks divide."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+ROWS = torch.arange(64)
+
+
+def hooked(act: Callable[[Any], None], hook: str) -> Any:
+    """A hook writes to what `act` takes of the network."""
+
+    def run(self: PlainModule, *_: Any, **__: Any) -> None:
+        with torch.no_grad():
+            act(self.net)
+
+    return type("Module", (PlainModule,), {hook: run})(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2 zero1tp2")
+def slices_of_gradients() -> Any:
+    def act(net: Any) -> None:
+        emb, up = net.emb.weight.grad, net.blocks[1].mlp.up.weight.grad
+        emb[:8].mul_(0)
+        emb[9] = 0.25
+        emb[ROWS > 60] = 0
+        emb[:, 3] *= 2
+        emb[10:20][2:4].add_(emb[30:32])
+        up.narrow(0, 4, 20).mul_(0.1)
+        up.select(0, 31).neg_()
+        up.t()[:4].mul_(3)
+        up.unbind(0)[1].zero_()
+        up.split(16)[1].div_(2)
+        for part in up.chunk(3):
+            part.div_(1 + part.norm())
+
+    return hooked(act, "on_after_backward")
+
+
+@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2")
+def masks_and_rows_of_gradients_before_the_step() -> Any:
+    def act(net: Any) -> None:
+        emb = net.emb.weight.grad
+        emb.mul_((ROWS >= 8).to(emb.dtype)[:, None])
+        emb.view(4, 16, -1)[0].fill_(0.1)
+        for row in net.blocks[0].mlp.up.weight.grad:
+            row.div_(1 + row.norm())
+
+    return hooked(act, "on_before_optimizer_step")
+
+
+@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2 zero2_offload")
+def rows_of_weights() -> Any:
+    def act(net: Any) -> None:
+        emb, up = net.emb.weight, net.blocks[1].mlp.up.weight
+        emb[:8] = 0.5
+        emb.data[8:10].zero_()
+        emb[11].copy_(emb[40])
+        emb[20:24] = emb[50:54].clone()
+        emb[30:34].normal_()
+        for row in up:
+            row.div_(row.norm())
+        part = up[:5]
+        part.mul_(2)
+        up[0].mul_(part.norm())
+
+    return hooked(act, "on_train_batch_end")
+
+
+@CASES.add(equal="tp2 zero3 pp2")
+def rows_of_gradients_within_the_update() -> Any:
+    class Module(PlainModule):
+        def optimizer_step(self, epoch: int, i: int, optimizer: Any, closure: Any = None) -> None:
+            def run() -> Tensor:
+                loss: Tensor = closure()
+                self.net.emb.weight.grad[:8] = 0
+                return loss
+
+            optimizer.step(closure=run)
+
+    return Module(), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    CASES.check(case, layout, refusal)
