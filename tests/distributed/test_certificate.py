@@ -13,8 +13,8 @@ from lightning_par.observe.certificate import (
     CERTIFICATE,
     Certificate,
     read_certificate,
-    WeightsHash,
 )
+from lightning_par.observe.weights_hash import WeightsHash
 from lightning_par.strategies.start import start
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_par.observe.certificate import CERTIFICATE, Certificate, WeightsHash
+from lightning_par.observe.certificate import CERTIFICATE, Certificate
+from lightning_par.observe.weights_hash import WeightsHash
 from lightning_par.strategies.components.checkpoint_save import mesh_sizes
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions

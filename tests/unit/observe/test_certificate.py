@@ -14,8 +14,8 @@ from lightning_par.observe.certificate import (
     Certificate,
     differences,
     read_certificate,
-    WeightsHash,
 )
+from lightning_par.observe.weights_hash import WeightsHash
 
 
 def _weights(values: dict[str, torch.Tensor]) -> dict[str, object]:
