@@ -10,9 +10,6 @@ from lightning_par.cli import main
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/gpt_hybrid3d_4.yaml"
 
-TWO_LAYERS = "--model.init_args.overrides.num_layers=2"
-"""One on each stage."""
-
 pytestmark = pytest.mark.contract
 
 
@@ -29,7 +26,7 @@ def call(monkeypatch):
 
 
 def test_every_kind_of_rank_is_described(call, capfd):
-    assert call("--all-distinct", TWO_LAYERS) == 0
+    assert call("--all-distinct") == 0
     said = capfd.readouterr().out
     heads = [line for line in said.splitlines() if line.startswith("rank ")]
     assert [head.partition(":")[0] for head in heads] == [
@@ -40,7 +37,7 @@ def test_every_kind_of_rank_is_described(call, capfd):
 
 
 def test_machines_get_every_number_and_every_call(call, capfd):
-    assert call("--rank=3", "--json", TWO_LAYERS) == 0
+    assert call("--rank=3", "--json") == 0
     (found,) = json.loads(capfd.readouterr().out)
     assert found["peak"] == sum(found["memory"].values())
     calls = sum(entry["calls"] for entry in found["volume"])
