@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -102,7 +103,10 @@ def compare(
     """
     rank, world = (dist.get_rank(), dist.new_group([0])) if dist.is_initialized() else (0, None)
     loop = _Loop(captured=captured, model=model, step=step, whole=whole, update=update)
-    with fork_all_rng(loop.device):
+    with ExitStack() as stack:
+        if world is not None:
+            stack.callback(dist.destroy_process_group, world)
+        stack.enter_context(fork_all_rng(loop.device))
         states = collect_random_states(loop.device)
         shares = [gather_all(Share.of(batch, rank if replica is None else replica, states))]
         start = loop.whole_of("weights")
@@ -132,10 +136,7 @@ def compare(
                 may_evaluate=True,
             ).judge()
 
-        report = agree_elsewhere(judge, loop.name)
-    if world is not None:
-        dist.destroy_process_group(world)
-    return report
+        return agree_elsewhere(judge, loop.name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -43,8 +43,8 @@ PROOFS: dict[str, str] = {
         uncommon_steps::penalty_on_the_gradient_of_one_score
         uncommon_steps::penalty_on_the_gradient_of_a_divided_cross_entropy""",
     "hooks between steps (`on_train_batch_end`, of an epoch, of validation): norms, arrays, "
-    "histograms, noise and masks on weights, buffers of all blocks, averages by hand, "
-    "`AveragedModel`, "
+    "histograms, noise, masks and writes to slices of weights, buffers of all blocks, averages by "
+    "hand, `AveragedModel`, "
     "`torch.save(net.state_dict())`, `load_state_dict`, forwards of the model": """
         hooks::numbers_of_all_weights_after_a_step hooks::shadow_made_before_the_mesh
         hooks::averaged_model_made_before_the_mesh hooks::noise_and_bounds_on_weights
@@ -52,6 +52,7 @@ PROOFS: dict[str, str] = {
         hooks::averages_that_are_loaded_for_a_while hooks::a_forward_on_rank_zero_alone
         hooks::forwards_between_steps hooks::norms_over_the_parameters_of_the_optimizer
         hooks::members_of_groups_where_some_join_later hooks::states_of_the_optimizer
+        slices::rows_of_weights
         hooks::masks_on_weights hooks::buffers_of_all_blocks_are_changed_after_a_step
         uncommon_steps::an_average_that_the_module_keeps
         distributed/test_weight_averaging.py::test_averages_and_their_checkpoints_equal_one_process
