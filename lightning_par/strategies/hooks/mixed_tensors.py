@@ -1,20 +1,36 @@
 """Functions of torch on plain tensors and DTensors, of any meshes, at once."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.dtensor import shard_of, whole
+from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.hooks.innermost_mode import asks_innermost
 from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, write_slice
+from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
 from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.tensor import plain_functions
 
-__all__ = ["SET_DATA", "MixedTensors", "entry", "first", "is_masked", "is_number", "run", "written"]
+__all__ = [
+    "SET_DATA",
+    "MixedTensors",
+    "entry",
+    "first",
+    "is_masked",
+    "is_number",
+    "run",
+    "told",
+    "written",
+]
 
 _TENSOR: Any = Tensor
 SET_DATA = _TENSOR.data.__set__
@@ -127,3 +143,36 @@ class MixedTensors(TorchFunctionMode):
         if is_mixed or is_slice(target) or name in VIEWS or name == "__setitem__":
             return run(func, target, args, kwargs)
         return func(*args, **kwargs)
+
+
+def told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run a function that asks for no value.
+
+    Raises:
+        ConfigurationError: It hooks a shard that FSDP does not compute with.
+    """
+    if name.startswith("register_") and isinstance(args[0], DTensor):
+        if args[0].device_mesh.mesh_dim_names != ("tp",):
+            raise ConfigurationError(
+                "LP919",
+                f"{name}(...){user_line()}: the weight is gathered for each step, and a hook on "
+                "its shard is never called. Change p.grad in on_after_backward, or hook the output "
+                "of a module.",
+            )
+        args = args[0], partial(_mixing, args[1]), *args[2:]
+    if name.startswith("register_") and isinstance(args[0], AbsentParameter):
+        rank_zero_warn(
+            f"{name}(...){user_line()}: a hook on the gradient of a weight runs on the pipeline "
+            "stage that holds it, and what it records stays on the ranks of that stage. To record "
+            "gradients, read p.grad of module.named_parameters() in on_before_optimizer_step, "
+            "which sees those of all stages."
+        )
+        return torch.utils.hooks.RemovableHandle(OrderedDict())
+    with plain_functions():
+        return func(*args, **kwargs)
+
+
+def _mixing(hook: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook on a gradient, which is this rank's part."""
+    with MixedTensors():
+        return hook(*args)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_par.dtensor import shard_of, whole
+from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import storage_key
 
@@ -69,6 +70,9 @@ def write_slice(
         args: Its arguments; plain tensors are the same on every rank.
         kwargs: Its keyword arguments.
 
+    Raises:
+        ConfigurationError: It is a gradient that is not yet summed over the ranks.
+
     **Communicates**: the whole tensor of which the target is a view.
     """
     views, steps = [target], []
@@ -76,6 +80,12 @@ def write_slice(
         source, make = vars(views[-1])[_SOURCE]
         views.append(source)
         steps.append(make)
+    if isinstance(views[-1], DTensor) and any(p.is_partial() for p in views[-1].placements):
+        raise ConfigurationError(
+            "LP919",
+            "a hook on a gradient (register_hook) writes to a part of it, and what this rank has "
+            "is not yet summed over the ranks. Change p.grad in on_after_backward.",
+        )
     with torch.no_grad():
         # A copy: what is replicated would be this rank's own memory.
         values = [whole(views[-1].detach()).clone()]

@@ -17,7 +17,6 @@ run of each hook.
 
 import uuid
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -42,6 +40,7 @@ from lightning_par.strategies.hooks.mixed_tensors import (
     is_number,
     run,
     SET_DATA,
+    told,
     written,
 )
 from lightning_par.strategies.hooks.slices import is_slice
@@ -344,7 +343,7 @@ class WholeView(TorchFunctionMode):
         if not parts:
             return func(*args, **kwargs)
         if name in _TELLS or (name == "__get__" and func not in (_DATA, _GRAD)):
-            return _told(func, name, args, kwargs)
+            return told(func, name, args, kwargs)
         if func == _GRAD:
             return func(*args) if self._stage_of(args[0]) is None else self._gradient(args[0])
         if name == "__set__" and func != SET_DATA:
@@ -375,7 +374,7 @@ class WholeView(TorchFunctionMode):
             if func == _SET_GRAD and self._grads is not None:
                 self._grads[target.fqn] = args[1]
             elif func != _SET_GRAD:
-                _told(func, "", args, {})
+                told(func, "", args, {})
             return None
         return func(*args)
 
@@ -484,17 +483,3 @@ def _marked(tensor: Tensor) -> Any:
     """Return what can be marked: the memory of a tensor that has its own."""
     is_plain = not isinstance(tensor, DTensor | AbsentParameter) and tensor.layout is torch.strided
     return tensor.untyped_storage() if is_plain else tensor
-
-
-def _told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run a function that asks for no value."""
-    if name.startswith("register_") and isinstance(args[0], AbsentParameter):
-        rank_zero_warn(
-            f"{name}(...){user_line()}: a hook on the gradient of a weight runs on the pipeline "
-            "stage that holds it, and what it records stays on the ranks of that stage. To record "
-            "gradients, read p.grad of module.named_parameters() in on_before_optimizer_step, "
-            "which sees those of all stages."
-        )
-        return torch.utils.hooks.RemovableHandle(OrderedDict())
-    with plain_functions():
-        return func(*args, **kwargs)

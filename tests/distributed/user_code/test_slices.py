@@ -88,6 +88,25 @@ def rows_of_gradients_within_the_update() -> Any:
     return Module(), token_pairs()
 
 
+NEVER_CALLED = (
+    r"register_hook\(\.\.\.\) at test_slices\.py.*shard is never called.*on_after_backward"
+)
+
+
+@CASES.add(equal="tp2", refused={"zero3 zero1tp2": NEVER_CALLED})
+def rows_of_a_gradient_in_a_hook_of_its_weight() -> Any:
+    def hide(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[:8] = 0
+        return grad
+
+    class Module(PlainModule):
+        def on_fit_start(self) -> None:
+            self.net.emb.weight.register_hook(hide)
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     CASES.check(case, layout, refusal)
