@@ -142,14 +142,6 @@ def loaders_in_use(loop: Any) -> tuple[Any, bool]:
 
 def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:
     """Let `view` surround the hooks that return loaders, in every loop of a Trainer."""
-
-    def viewed(source: Any) -> Callable[[], Any]:
-        def dataloader() -> Any:
-            with view():
-                return type(source).dataloader(source)
-
-        return dataloader
-
     fit = trainer.fit_loop
     loops = fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
     for loop in (*loops, trainer.predict_loop):
@@ -157,7 +149,26 @@ def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManag
             # `_DataLoaderSource` of each loop; the class's own method is called, so that views do
             # not pile up.
             if hasattr(part, "dataloader") and hasattr(part, "is_module"):  # its source of data
-                part.dataloader = viewed(part)
+                part.dataloader = _ViewedSource(part, view)
+
+
+class _ViewedSource:
+    """Calls a hook that returns loaders in a view; a copy, also by pickle, is the hook itself.
+
+    Args:
+        source: A `_DataLoaderSource`.
+        view: Surrounds the call.
+    """
+
+    def __init__(self, source: Any, view: Callable[[], AbstractContextManager[None]]) -> None:
+        self._source, self._view = source, view
+
+    def __call__(self) -> Any:
+        with self._view():
+            return type(self._source).dataloader(self._source)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._source, "dataloader")
 
 
 def leave_samplers(trainer: pl.Trainer) -> None:

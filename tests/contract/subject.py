@@ -44,7 +44,7 @@ class TalkativeModule(ToyModule):
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].flatten())
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         self.log(
-            "samples", float(len(batch["ids"])), reduce_fx="sum", on_epoch=True, sync_dist=True
+            "samples", float(len(batch["ids"])), reduce_fx="SUM", on_epoch=True, sync_dist=True
         )
         top = batch["ids"].max().to(loss.dtype)
         self.log("top", top, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)

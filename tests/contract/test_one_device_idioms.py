@@ -6,6 +6,7 @@ import collections
 import copy
 import gc
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +60,11 @@ def idiom(function: Idiom) -> Idiom:
 @idiom
 def fit_with_dropout_and_shuffling(run: Run) -> Any:
     return trained(run, Tiny(dropout=0.5), max_epochs=2)
+
+
+@idiom
+def trainer_that_is_pickled_after_a_fit(run: Run) -> Any:
+    return pickle.loads(pickle.dumps(run.fit(Tiny()))).global_step
 
 
 @idiom

@@ -289,7 +289,7 @@ def _weighted(
             return log_nothing(name, value, options, weights)
         if weights.context_group is not None:
             value, options = join_over_context(value, options, weights)
-    mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
+    mean = reduction_name(options.get("reduce_fx", "mean")) in ("mean", "avg")
     is_sum = weights is not None and name in weights.sums
     # The user's batch_size is the weight of the value; a second one would count twice.
     explicit = options.get("batch_size") is not None and not is_sum
@@ -423,6 +423,7 @@ def reduction_name(reduce_fx: Any) -> str:
         ConfigurationError: It is another function.
     """
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    name = name.lower()  # as Lightning takes it
     if name not in _REDUCTIONS:
         raise ConfigurationError(
             "LP316", f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min."
