@@ -3,13 +3,14 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_par.engine.pipeline.stage import StageStub
@@ -292,13 +293,35 @@ class UserHooks:
         yield run
         self._resume()
 
+    def _register(self, inner: Callable[..., Any], optimizer: Optimizer, hook: Any) -> Any:
+        """Register a hook on the steps of an optimizer."""
+
+        @wraps(hook)
+        def run(stepped: Any, *args: Any) -> Any:
+            # A proof steps a copy on one process.
+            if not any(stepped is one for one in self._trainer.optimizers):
+                return hook(stepped, *args)
+            with ExitStack() as stack:
+                if self._model.mesh.sizes.pipeline > 1:
+                    stack.enter_context(self._model.gradients.norms.in_view(self._reads.paused))
+                self._show_whole(stack, "a hook on the step of an optimizer", is_first=True)
+                return hook(stepped, *args)
+
+        return inner(optimizer, run)
+
     @contextmanager
     def configuring(self) -> Iterator[None]:
-        """Surrounds `configure_optimizers`, for which modules list the parameters of all stages."""
+        """Surrounds `configure_optimizers`, for which modules list the parameters of all stages.
+
+        Hooks on steps of optimizers that are made there see what hooks between steps see.
+        """
         if self._view is None:
             yield
             return
         with ExitStack() as stack:
+            for name in ("register_step_pre_hook", "register_step_post_hook"):
+                made = partial(self._register, getattr(Optimizer, name))
+                stack.enter_context(replaced(Optimizer, name, lambda *args, made=made: made(*args)))
             self._show_whole(stack, "configure_optimizers", is_first=True)
             yield
 

@@ -88,6 +88,26 @@ def rows_of_gradients_within_the_update() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2")
+def rows_of_weights_in_hooks_of_the_optimizer() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            def before(*_: Any) -> None:
+                with torch.no_grad():  # Lightning computes the gradients inside of the step
+                    self.net.blocks[1].mlp.up.weight[3:9] *= 0.5
+
+            def after(*_: Any) -> None:
+                with torch.no_grad():
+                    self.net.emb.weight[:8].mul_(0.5)
+
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+            return optimizer
+
+    return Module(), token_pairs()
+
+
 NEVER_CALLED = (
     r"register_hook\(\.\.\.\) at test_slices\.py.*shard is never called.*on_after_backward"
 )
