@@ -1,6 +1,7 @@
 """The command that finds the fastest layout."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -84,6 +85,8 @@ def search(
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
+    if fit:
+        print(f"It leaves out what the command line said; give fit the same: {shlex.join(fit)}")
 
 
 def _read(config: str) -> dict[str, Any]:

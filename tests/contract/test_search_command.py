@@ -61,11 +61,13 @@ def test_fit_runs_the_layout_that_search_wrote(
     config.write_text(asked)
     out = tmp_path / "found.yaml"
     words = ("--device", "h100", "--nodes", 1, "--devices", 2, "--samples", 16, "--out", out)
+    words = (*words, "--data.init_args.max_bytes=90000")
     status, said, _ = command(monkeypatch, capsys, "search", "--config", config, *words)
     assert status == 0
     assert re.search(r"step, s +tokens/s +MFU +GiB +bubble +layout", said)
     assert "why its neighbors lost:" in said
     assert f"written: {out}" in said
+    assert "give fit the same: --data.init_args.max_bytes=90000" in said
     found = yaml.safe_load(out.read_text())
     chosen = found["trainer"]["strategy"]["init_args"]
     sizes = [chosen[f"{axis}_parallel_size"] for axis in ("tensor", "pipeline", "context", "data")]
