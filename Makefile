@@ -116,7 +116,7 @@ bench: $(STAMP) ## Run every benchmark that this machine can run
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 zoo: $(STAMP) ## Score checkers on the silent faults of benchmarks/zoo (ten minutes); draws docs/pictures/zoo.svg
-	$(BIN)/python -m benchmarks.zoo --report docs/reports/zoo.json
+	$(BIN)/python -m benchmarks.zoo --report benchmarks/zoo/found.json
 	$(BIN)/python docs/drawing/draw_zoo.py
 
 bench-gpu: $(STAMP) ## Run tests/gpu and every GPU benchmark (20 minutes at most); adds a table to RESULTS.md

@@ -1,4 +1,4 @@
-"""Draws what each checker finds of the zoo's faults, from docs/reports/zoo.json, which
+"""Draws what each checker finds of the zoo's faults, from benchmarks/zoo/found.json, which
 ``python -m benchmarks.zoo --report`` writes; the options are those of draw.py.
 """
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from canvas import BLUE, box, canvas, GREEN, GREY, save, SOFT, write
 from matplotlib.figure import Figure
 
-REPORT = Path(__file__).parents[1] / "reports" / "zoo.json"
+REPORT = Path(__file__).parents[2] / "benchmarks" / "zoo" / "found.json"
 KEYS = {
     "in the step where it begins": GREEN,
     "in a later step": BLUE,
