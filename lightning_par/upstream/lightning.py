@@ -20,6 +20,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -152,23 +153,24 @@ def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManag
                 part.dataloader = _ViewedSource(part, view)
 
 
+@dataclass(frozen=True, eq=False)
 class _ViewedSource:
     """Calls a hook that returns loaders in a view; a copy, also by pickle, is the hook itself.
 
-    Args:
+    Attributes:
         source: A `_DataLoaderSource`.
         view: Surrounds the call.
     """
 
-    def __init__(self, source: Any, view: Callable[[], AbstractContextManager[None]]) -> None:
-        self._source, self._view = source, view
+    source: Any
+    view: Callable[[], AbstractContextManager[None]]
 
     def __call__(self) -> Any:
-        with self._view():
-            return type(self._source).dataloader(self._source)
+        with self.view():
+            return type(self.source).dataloader(self.source)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._source, "dataloader")
+        return getattr, (self.source, "dataloader")
 
 
 def leave_samplers(trainer: pl.Trainer) -> None:
