@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.dtensor import shard_of, whole
+from lightning_par.dtensor import shard_of
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.hooks.innermost_mode import asks_innermost
-from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, write_slice
+from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, whole_of, write_slice
 from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import plain_functions
@@ -82,7 +82,7 @@ def run(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, A
                 return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):  # it has no rule for such tensors
         pass
-    args, kwargs = tree_map(_whole, (args, kwargs))
+    args, kwargs = tree_map(whole_of, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -92,7 +92,7 @@ def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) ->
             return value
         if isinstance(value, DTensor) and value.device_mesh == target.device_mesh:
             return value
-        value = _whole(value)
+        value = whole_of(value)
         same = isinstance(target, DTensor) and value.shape == target.shape
         return shard_of(value.to(target.dtype), target) if same else value
 
@@ -102,10 +102,6 @@ def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) ->
     with implicit_replication(), torch.no_grad():
         args, kwargs = tree_map(like_target, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _whole(value: Any) -> Any:
-    return whole(value.detach()) if isinstance(value, DTensor) else value
 
 
 def entry(value: Any, index: int, count: int) -> Any:

@@ -20,7 +20,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import storage_key
 
-__all__ = ["VIEWS", "is_slice", "slice_of", "write_slice"]
+__all__ = ["VIEWS", "is_slice", "slice_of", "whole_of", "write_slice"]
 
 VIEWS = frozenset(
     {
@@ -51,7 +51,7 @@ def slice_of(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
             out = func(source, *rest, **kwargs)
     except (NotImplementedError, RuntimeError):  # it has no rule for such a view
         out = func(whole(source.detach()), *rest, **kwargs)
-    others, options = tree_map(_whole, (rest, dict(kwargs)))
+    others, options = tree_map(whole_of, (rest, dict(kwargs)))
     for index, view in enumerate(tree_leaves(out)):
         if isinstance(view, Tensor) and (is_slice(source) or _memory(view) != _memory(source)):
             make = partial(_made_again, func, others, options, index)
@@ -92,7 +92,7 @@ def write_slice(
         for make in reversed(steps):
             values.append(make(values[-1]))
         args, kwargs = tree_map(
-            lambda value: values[-1] if value is target else _whole(value), (args, dict(kwargs))
+            lambda value: values[-1] if value is target else whole_of(value), (args, dict(kwargs))
         )
         func(*args, **kwargs)
         for view, value in zip(reversed(views), values, strict=True):
@@ -119,5 +119,6 @@ def _memory(tensor: Tensor) -> tuple[bool, int]:
     return isinstance(tensor, DTensor), storage_key(local.untyped_storage())
 
 
-def _whole(value: Any) -> Any:
+def whole_of(value: Any) -> Any:
+    """Return the whole of a DTensor, without its graph, and anything else as it is."""
     return whole(value.detach()) if isinstance(value, DTensor) else value
