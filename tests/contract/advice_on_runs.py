@@ -117,7 +117,7 @@ RUNS: dict[str, dict[str, str]] = {
         "num_microbatches=1": "cures_of_proofs::weights_that_no_entry_gives",
         "sequence_parallel=False": "cures_of_proofs::a_pool_over_tokens",
         "another style": "cures_of_proofs::a_style_that_sums_no_gradient",
-        "without hooks on weights": "cures_of_proofs::a_hook_on_a_weight",
+        "without hooks on weights": "cures_of_proofs::a_hook_that_sees_a_part_of_the_batch",
         "an optimizer that works entry by entry": (
             "cures_of_proofs::an_optimizer_that_divides_by_a_norm"
         ),

@@ -58,7 +58,21 @@ def a_style_that_sums_no_gradient(cured: bool) -> nn.Module:
 
 
 @CURES.add("LP801", r"To try: without hooks on weights and modules \(register_hook", "zero3")
-def a_hook_on_a_weight(cured: bool) -> nn.Module:
+def a_hook_that_sees_a_part_of_the_batch(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_start(self) -> None:
+            if not cured:
+                self.net.head.register_full_backward_hook(_divided_by_its_largest_entry)
+
+    return Module()
+
+
+def _divided_by_its_largest_entry(_: nn.Module, grads: tuple[Tensor], __: Any) -> tuple[Tensor]:
+    return (grads[0] / grads[0].abs().max(),)
+
+
+@CURES.add("LP919", r"register_hook.*a hook on its shard is never called\. Change p\.grad", "zero3")
+def a_hook_made_in_the_run(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_train_start(self) -> None:
             if not cured:

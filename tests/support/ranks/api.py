@@ -407,8 +407,9 @@ def _tail(log):
     crash = text.rfind("Fatal Python error")
     if crash < 0:
         return text[-_LOG_TAIL:]
+    before = text[max(0, crash - _LOG_TAIL // 4) : crash]  # what C++ said: "terminate called ..."
     said, others, crashed = text[crash:].partition("Current thread")
-    return (f"{said.splitlines()[0]}\n" + others + crashed if others else said)[:_LOG_TAIL]
+    return before + (f"{said.splitlines()[0]}\n" + others + crashed if others else said)[:_LOG_TAIL]
 
 
 def _size(log):
