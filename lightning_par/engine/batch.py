@@ -1,5 +1,4 @@
-"""Batches: their entries by path, their batch dim, micro-batches, and the count that the loss
-averages over.
+"""Batches: their entries by path, their batch dim, micro-batches, and counts of labels.
 
 A batch is any nest of mappings, tuples, lists and objects (dataclasses, and others) of tensors,
 arrays and other values. B is the number of samples.
@@ -275,7 +274,8 @@ def cut_batch(batch: Any, dims: BatchDims, start: int, length: int) -> Any:
 
     def cut(node: Any, dim: int) -> Any:
         if isinstance(node, Tensor):
-            return node.narrow(dim, start, length)
+            part = node.narrow(dim, start, length)
+            return part if part.requires_grad else part.data  # which counts its own changes
         if isinstance(node, np.ndarray):
             return node.take(range(start, start + length), dim)
         return node[start : start + length]

@@ -16,14 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.engine.tensor_tree import tensors_of
+from lightning_par.observe.batch_tape import BatchTape, TapedTensor
 
-__all__ = ["LookAtLosses", "SeenLoss"]
+__all__ = ["LookAtLosses", "SeenLoss", "SeenWeight"]
 
 _LOSSES: dict[Any, inspect.Signature] = {
     function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
 }
 _LOGITS = (F.cross_entropy, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_QUOTIENTS = (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__)
+_CHOICES = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
 _SHARPER = 8.0
 """Factor of logits: the losses of samples of a model that knows nothing yet differ by little."""
 
@@ -38,6 +41,7 @@ class SeenLoss:
         is_mean: Whether it takes the mean over the others, all of which weigh alike.
         value: What it returned, where that is one number.
         place: Which of the tensors of the batch holds the labels; None: they were copied.
+        made: How the step makes the labels of the batch; None: not of the batch alone.
     """
 
     labels: Tensor
@@ -45,6 +49,23 @@ class SeenLoss:
     is_mean: bool
     value: float
     place: int | None
+    made: TapedTensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenWeight:
+    """A tensor that a step makes of its batch alone, and that may weigh the batch in its loss.
+
+    Attributes:
+        made: How it is made.
+        chooses: Whether it is a mask that chooses entries of what the model gave, as those of
+            which the loss is the mean; else it is a number by which the step divides.
+        value: Its sum.
+    """
+
+    made: TapedTensor
+    chooses: bool
+    value: float
 
 
 class LookAtLosses(TorchFunctionMode):
@@ -57,6 +78,7 @@ class LookAtLosses(TorchFunctionMode):
     Attributes:
         seen: For each batch, the calls.
         has_zero: Whether something was multiplied by the number 0, as a term that begins later is.
+        weights: For each batch, what may weigh it besides labels.
     """
 
     def __init__(self, batches: Sequence[Any], *, sharpens: bool = False) -> None:
@@ -64,10 +86,12 @@ class LookAtLosses(TorchFunctionMode):
         self.seen: list[list[SeenLoss]] = [[] for _ in batches]
         self._batches, self.has_zero = batches, False
         self._sharpens, self._index = sharpens, 0
+        self.weights: list[list[SeenWeight]] = [[] for _ in batches]
+        self._tape = BatchTape(None)
 
     def of(self, index: int) -> "LookAtLosses":
         """Return what surrounds the step on the batch with this number."""
-        self._index = index
+        self._index, self._tape = index, BatchTape(self._batches[index])
         return self
 
     def __torch_function__(
@@ -92,7 +116,26 @@ class LookAtLosses(TorchFunctionMode):
         result = function(*args, **kwargs)
         if function in _LOSSES:
             self._note(_LOSSES[function].bind(*args, **kwargs), result)
+        elif len(args) > 1:
+            self._note_weight(function, args)
+        self._tape.note(function, args, kwargs, result)
         return result
+
+    def _note_weight(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Note what the step divides by, or chooses by, if it is made of the batch alone."""
+        value, by = args[:2]
+        if not isinstance(value, Tensor) or not isinstance(by, Tensor):
+            return
+        if self._tape.of(value) is not None:  # of the batch as well: no loss
+            return
+        made = None
+        if function in _QUOTIENTS and by.numel() == 1:
+            made = self._tape.of(by, is_bounded=False)
+        elif function in _CHOICES and by.dtype == torch.bool:
+            made = self._tape.of(by)
+        if made is not None:
+            seen = SeenWeight(made=made, chooses=function in _CHOICES, value=float(by.sum()))
+            self.weights[self._index].append(seen)
 
     def _note(self, bound: inspect.BoundArguments, result: Any) -> None:
         bound.apply_defaults()
@@ -111,6 +154,7 @@ class LookAtLosses(TorchFunctionMode):
                 is_mean=is_mean,
                 value=float(result.detach()) if is_number else float("nan"),
                 place=_place_of(labels, self._batches[self._index]),
+                made=self._tape.of(labels),
             )
         )
 

@@ -7,7 +7,7 @@ shape, `dtype` and `device`. Torch's notes on wrapper subclasses use it; there i
 extending torch tell subclasses to use it; there is no public name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "own_attributes",
     "plain_functions",
     "storage_key",
+    "written_by",
 ]
 
 T = TypeVar("T", bound=Tensor)
@@ -78,3 +79,19 @@ def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., object]]:
     """Return what `Tensor.register_hook` was given; torch has no public list of it."""
     return list((tensor._backward_hooks or {}).values())
+
+
+def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the tensor that a function of torch with this name writes to; None: it writes to none.
+
+    Of a list of tensors it is the first.
+    """
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    # `add_`, and not `__add__`.
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place |= name in ("__setitem__", "__set__") or (
+        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    )
+    target = args[0] if in_place and args else None
+    return target[0] if isinstance(target, list | tuple) and target else target

@@ -18,7 +18,7 @@ from lightning_par.strategies.hooks.innermost_mode import asks_innermost
 from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, whole_of, write_slice
 from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import plain_functions
+from lightning_par.upstream.tensor import plain_functions, written_by
 
 __all__ = [
     "SET_DATA",
@@ -29,7 +29,6 @@ __all__ = [
     "is_number",
     "run",
     "told",
-    "written",
 ]
 
 _TENSOR: Any = Tensor
@@ -40,18 +39,6 @@ def first(args: Any) -> Any:
     """Return the first argument, or the first entry of it."""
     found = args[0] if args else None
     return found[0] if isinstance(found, list | tuple) and found else found
-
-
-def written(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the tensor that a function writes to, if it does."""
-    if isinstance(kwargs.get("out"), Tensor):
-        return kwargs["out"]
-    # `add_`, and not `__add__`.
-    in_place = name.endswith("_") and not name.endswith("__")
-    in_place |= name in ("__setitem__", "__set__") or (
-        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    )
-    return first(args) if in_place else None
 
 
 def is_masked(name: str, args: Any) -> bool:
@@ -135,7 +122,7 @@ class MixedTensors(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__iter__":
             return iter(run(torch.unbind, None, args, kwargs))
-        target, is_mixed = written(func, name, args, kwargs), len(parts) < len(tensors)
+        target, is_mixed = written_by(name, args, kwargs), len(parts) < len(tensors)
         if is_mixed or is_slice(target) or name in VIEWS or name == "__setitem__":
             return run(func, target, args, kwargs)
         return func(*args, **kwargs)

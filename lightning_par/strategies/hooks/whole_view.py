@@ -41,7 +41,6 @@ from lightning_par.strategies.hooks.mixed_tensors import (
     run,
     SET_DATA,
     told,
-    written,
 )
 from lightning_par.strategies.hooks.slices import is_slice
 from lightning_par.strategies.hooks.whole_groups import WholeGroups
@@ -56,7 +55,7 @@ from lightning_par.strategies.step.absent_parameter import (
 from lightning_par.upstream.dispatch import FakeTensorMode
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import plain_functions
+from lightning_par.upstream.tensor import plain_functions, written_by
 
 __all__ = ["WholeView"]
 
@@ -396,7 +395,7 @@ class WholeView(TorchFunctionMode):
     def _call(
         self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any], parts: list[Tensor]
     ) -> Any:
-        target = written(func, name, args, kwargs)
+        target = written_by(name, args, kwargs)
         stages = {stage for t in parts if (stage := self._stage_of(t)) is not None}
         # Whole on every rank, so that all generators move alike, as one process's does.
         if name in _DRAWS or name in _DRAWS_IN_PLACE:

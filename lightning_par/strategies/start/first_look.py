@@ -29,11 +29,14 @@ from lightning_par.strategies.start.loss_rule import (
     choose_parts,
     choose_rule,
     errors_of,
-    labels_seen,
     refusal_of_loss,
-    rules_seen,
 )
-from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
+from lightning_par.strategies.start.own_outputs import (
+    check_tensor_ranks,
+    warn_of_logs,
+    warn_of_own_outputs,
+)
+from lightning_par.strategies.start.seen_rules import labels_seen, rules_made, rules_seen
 from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
@@ -68,6 +71,7 @@ class _Finding:
         errors: Name of a rule -> its largest error; empty if nothing can be told.
         is_random: Whether the step draws random numbers that cannot be cut.
         seen: Names of the rules that a cross-entropy shows; None: it shows none.
+        is_sure: Whether its labels were seen, and not only counted; also where it shows none.
         labels: Entries of the batch that are labels of a cross-entropy.
         samples: Number of samples of the smallest batch; 0 if it is not known.
     """
@@ -75,6 +79,7 @@ class _Finding:
     errors: Mapping[str, float]
     is_random: bool
     seen: frozenset[str] | None = None
+    is_sure: bool = True
     labels: frozenset[str] = frozenset()
     samples: int = 0
 
@@ -198,7 +203,12 @@ class FirstLook:
         cure = cure_of_uncut(batch, microbatches, self._mesh.sizes.data)
         seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
         parts = parts if len(seen.losses) == len(parts) else [whole]
-        self._check_tensor_ranks(seen)
+        check_tensor_ranks(self._module, self._mesh, seen, self.tolerance())
+        made = rules_made(rules, seen, parts, dims) if self._finds_rule(microbatches) else []
+        if not self._all_agree(not made):
+            rules[-1:-1] = made  # before the sum, which a part without a weight makes like them
+            parts = choose_parts(batch, dims, microbatches, rules) if len(parts) > 1 else parts
+            seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
         self._form.has_to_stay = self._finds_rule(microbatches)
         # A batch of unequal parts is not cut, and tells nothing of those that are.
         self._is_known = self._form.has_to_stay or not self._finds_rule(self._microbatches)
@@ -292,7 +302,7 @@ class FirstLook:
             if loss
         )
         shown = rules_seen(rules, seen.losses, seen.calls, [whole])
-        return self._all_agree(is_loss and bool(shown))
+        return self._all_agree(is_loss and shown is not None and bool(shown[0]))
 
     def _finding(
         self,
@@ -303,10 +313,12 @@ class FirstLook:
         count: int = 0,
     ) -> _Finding:
         errors = errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {}
+        names, is_sure = rules_seen(rules, seen.losses, seen.calls, parts) or (None, True)
         return _Finding(
             errors=errors if self._has_values else dict.fromkeys(errors, math.nan),
             is_random=is_random,
-            seen=rules_seen(rules, seen.losses, seen.calls, parts),
+            seen=names,
+            is_sure=is_sure,
             labels=labels_seen(rules, seen.calls, parts),
             samples=count,
         )
@@ -336,7 +348,7 @@ class FirstLook:
             # Parts draw other numbers than the whole: only what a cross-entropy shows is known.
             shown = [name for name in names if name in (found.seen or ())]
             if shown:
-                self._settle(rules, shown, "seen in cross_entropy")
+                self._settle(rules, shown, "seen in cross_entropy", is_sure=found.is_sure)
             else:
                 self._warn_of_random()
             return
@@ -353,7 +365,7 @@ class FirstLook:
             made = self._contrast(near, found, batch, dims, microbatches, run)
             self._is_known |= bool(made)
             fitting = [name for name in fitting if name in made] or fitting
-        self._settle(rules, fitting, source)
+        self._settle(rules, fitting, source, is_sure=found.is_sure)
 
     def _told_better(
         self,
@@ -444,7 +456,9 @@ class FirstLook:
             return None
         return self._agree(self._finding(rules, seen, parts, is_random))
 
-    def _settle(self, rules: Sequence[LossRule], fitting: Sequence[str], source: str) -> None:
+    def _settle(
+        self, rules: Sequence[LossRule], fitting: Sequence[str], source: str, *, is_sure: bool
+    ) -> None:
         """Give the weigher its rule, and those that fit as well so far."""
         by_name = {rule.name: rule for rule in rules}
         weigher = self._weigher
@@ -458,6 +472,8 @@ class FirstLook:
             rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
             source = f"{source}; {rest} the samples alike so far"
         self._decisions.add("loss", weigher.rule.name, source)
+        confirms = weigher.rule.is_made or (not is_sure and not weigher.rule.counts_all)
+        self._form.confirms = weigher.rule.name if confirms else None
 
     def judge_logs(
         self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
@@ -505,32 +521,6 @@ class FirstLook:
         mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
         return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
 
-    def _check_tensor_ranks(self, seen: StepReport) -> None:
-        """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
-
-        **Communicates**: the losses, over the ``tp`` axis.
-        """
-        degree = self._mesh.sizes.tensor
-        if degree == 1:
-            return
-        found = [loss for losses in seen.losses for loss in losses]
-        if not found:  # the step had no backward
-            return
-        losses = torch.tensor(found, dtype=torch.float64, device=self._module.device)
-        ends = torch.cat([losses, -losses])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.group("tp"))
-        most, least = ends[: len(losses)], -ends[len(losses) :]
-        if bool(((most - least) > self.tolerance() * most.abs().clamp(min=1e-30)).any()):
-            raise ConfigurationError(
-                "LP310",
-                f"{type(self._module).__name__}.training_step gives other losses on the "
-                f"{degree} tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same "
-                "samples): it computes with activations of which every rank has its own tokens or "
-                "features. Use sequence_parallel=False, or give the module whose output the loss "
-                "takes a style that makes it whole ('sequence_gather_output', "
-                "'colwise_gather_output'). No weight was changed.",
-            )
-
     def _agree(self, found: _Finding) -> _Finding:
         """Return what all replicas found together: of errors the largest."""
         box = [found] * self._mesh.sizes.data
@@ -544,6 +534,7 @@ class FirstLook:
             errors={name: max(replica.errors[name] for replica in held) for name in names},
             is_random=any(replica.is_random for replica in box),
             seen=frozenset.intersection(*seen) if len(seen) == len(box) else None,
+            is_sure=all(replica.is_sure for replica in box),
             labels=frozenset().union(*(replica.labels for replica in box)),
             samples=min(replica.samples for replica in box),
         )

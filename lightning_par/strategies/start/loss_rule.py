@@ -11,17 +11,15 @@ first batch for which they differ, in one replica or between several.
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn, Tensor
-from torch.nn import functional as F
 
 from lightning_par.engine.batch import batch_entry, BatchDims, take_samples
-from lightning_par.engine.tensor_tree import tensors_of
-from lightning_par.observe.cross_entropies import SeenLoss
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.step.batch_weights import (
     count_entries,
@@ -40,10 +38,9 @@ __all__ = [
     "choose_parts",
     "choose_rule",
     "errors_of",
-    "labels_seen",
     "refusal_of_loss",
     "rule_error",
-    "rules_seen",
+    "rule_of_labels",
 ]
 
 _ROWS = 16
@@ -90,16 +87,7 @@ def candidate_rules(
     # -100 first, which has no other use; 0 last, as it is mostly a class or a padding token.
     for value in dict.fromkeys([_MARK, *sorted(ignored - {_MARK}), 0]):
         rules += [
-            LossRule(
-                name=f"the mean over {path or 'the batch'!r} != {value}" + " (shifted)" * shift,
-                weigh=partial(count_entries, path, value, shift),
-                declare=f"labels={path!r}, ignore_index={value}" + ", label_shift=1" * shift,
-                is_uniform=partial(_counts_all, path, value, shift),
-                is_likely=value == _MARK and not shift,
-                path=path,
-                ignored=value,
-                shift=shift,
-            )
+            replace(rule_of_labels(path, value, shift), is_likely=value == _MARK and not shift)
             for path, ndim in integers
             # Causal models compare the logits at t with the label at t + 1: the first column
             # counts nowhere.
@@ -119,6 +107,25 @@ def candidate_rules(
     ]
     # By name, as a declared rule may be one of the others; the first one stays.
     return list({rule.name: rule for rule in [*rules, SUM_OVER_SAMPLES]}.values())
+
+
+def rule_of_labels(path: str, value: int, shift: int) -> LossRule:
+    """Return the mean over the labels of an entry that differ from a value.
+
+    Args:
+        path: The entry.
+        value: The label that is ignored.
+        shift: Columns at its beginning that are left out.
+    """
+    return LossRule(
+        name=f"the mean over {path or 'the batch'!r} != {value}" + " (shifted)" * shift,
+        weigh=partial(count_entries, path, value, shift),
+        declare=f"labels={path!r}, ignore_index={value}" + ", label_shift=1" * shift,
+        is_uniform=partial(_counts_all, path, value, shift),
+        path=path,
+        ignored=value,
+        shift=shift,
+    )
 
 
 def _summed(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
@@ -281,100 +288,6 @@ def errors_of(
         )
         for rule in rules
     }
-
-
-def rules_seen(
-    rules: Sequence[LossRule],
-    losses: Sequence[tuple[float, ...]],
-    seen: Sequence[Sequence[SeenLoss]],
-    parts: Sequence[tuple[Any, int]],
-) -> frozenset[str] | None:
-    """Return the names of the rules that a loss follows if it is one cross-entropy with a mean;
-    None if it is not.
-
-    Args:
-        rules: The rules that it may follow.
-        losses: For each batch, one of every backward.
-        seen: For each batch, the calls of a cross-entropy.
-        parts: The batches, with their numbers of samples.
-    """
-    # Calls are compared one by one: each batch has to make the same ones.
-    if not seen or any(len(loss) != 1 for loss in losses) or len({*map(len, seen)}) != 1:
-        return None
-    for calls in zip(*seen, strict=True):
-        pairs = [(call.value, loss[0]) for call, loss in zip(calls, losses, strict=True)]
-        # A loss that is a call's value times a constant is its mean; with another term, the
-        # factor would change from batch to batch.
-        if not all(call.is_mean for call in calls) or not _are_proportional(pairs):
-            continue
-        # The number of labels that a cross-entropy takes its mean over.
-        counts = [float((call.labels != call.ignored).sum()) for call in calls]
-        fitting = [
-            rule
-            for rule in rules
-            if all(float(rule.weigh(*part)) == n for part, n in zip(parts, counts, strict=True))
-        ]
-        named = [
-            rule
-            for rule in fitting
-            if rule.ignored == calls[0].ignored
-            and all(_is_entry(rule, part[0], c) for part, c in zip(parts, calls, strict=True))
-        ]
-        # Labels that the step copied may come from any entry that has as many.
-        is_sure = bool(named) and all(call.place is not None for call in calls)
-        return frozenset(rule.name for rule in (named if is_sure else fitting))
-    return None
-
-
-def labels_seen(
-    rules: Sequence[LossRule],
-    seen: Sequence[Sequence[SeenLoss]],
-    parts: Sequence[tuple[Any, int]],
-) -> frozenset[str]:
-    """Return the entries of a batch that a cross-entropy takes as labels, as they are: these may
-    hold the label that it ignores.
-    """
-    return frozenset(
-        rule.path
-        for rule in rules
-        for calls, part in zip(seen, parts, strict=False)
-        for call in calls
-        if rule.path is not None
-        and rule.ignored == call.ignored
-        and call.place is not None
-        and _is_entry(rule, part[0], call)
-    )
-
-
-def _are_proportional(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether losses are the values of a call, or all the same number of times that."""
-    # Equal bits, which is the usual case; also where all are 0.
-    if all(value == loss for value, loss in pairs):
-        return True
-    factors = [loss / value for value, loss in pairs if value]
-    # One pair has a factor in any case, and a value of 0 has none.
-    if len(factors) < 2 or len(factors) < len(pairs):
-        return False
-    return max(factors) - min(factors) <= 1e-6 * abs(factors[0])
-
-
-def _is_entry(rule: LossRule, batch: Any, call: SeenLoss) -> bool:
-    """Whether a rule counts the labels of a call, which may have been shifted."""
-    if rule.path is None:
-        return False
-    entry = batch_entry(batch, rule.path) if rule.path else batch
-    if not isinstance(entry, Tensor):
-        return False
-    # `place` is where among the tensors of the batch the labels were found by identity.
-    if call.place is not None and list(tensors_of(batch))[call.place] is not entry:
-        return False
-    entry = entry.cpu()
-    if not rule.shift:
-        return torch.equal(entry.flatten(), call.labels)
-    shifted = entry[:, 1:]
-    # A step either drops the last position of the logits, or pads the labels by the ignored one.
-    padded = F.pad(shifted, (0, 1), value=call.ignored) if shifted.ndim == 2 else shifted
-    return any(torch.equal(found.flatten(), call.labels) for found in (shifted, padded))
 
 
 def refusal_of_loss(

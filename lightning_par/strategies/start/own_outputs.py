@@ -1,14 +1,18 @@
-"""Warnings of numbers that parts of a batch, or replicas, give otherwise than one process."""
+"""Warnings, or refusals, of numbers that parts of a batch, or ranks, give unlike one process."""
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
 from lightning_par.observe.contents import names_in
 from lightning_par.strategies.step.metrics import OF_METRIC
 from lightning_par.strategies.step.returned import warn_of_results
 from lightning_par.strategies.step.step_report import StepReport
 
-__all__ = ["warn_of_logs", "warn_of_own_outputs"]
+__all__ = ["check_tensor_ranks", "warn_of_logs", "warn_of_own_outputs"]
 
 _LOOPS = {"training_step": "train", "validation_step": "validation", "test_step": "test"}
 _JOINS = frozenset({"all_gather", "all_gather_object", "all_reduce", "gather_object", "reduce"})
@@ -72,4 +76,40 @@ def warn_of_logs(step: str, names: frozenset[str]) -> None:
             "where one process would log another number. Log what it is computed from, and "
             "compute it at the end of the epoch; or use a torchmetrics metric, or "
             "reduce_fx='max'."
+        )
+
+
+def check_tensor_ranks(
+    module: pl.LightningModule, mesh: ParallelMesh, seen: StepReport, tolerance: float
+) -> None:
+    """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: Mesh of this run.
+        seen: What the step did on some samples.
+        tolerance: Relative difference that roundings may make.
+
+    Raises:
+        ConfigurationError: On every rank.
+
+    **Communicates**: the losses, over the ``tp`` axis.
+    """
+    degree = mesh.sizes.tensor
+    found = [loss for losses in seen.losses for loss in losses]
+    if degree == 1 or not found:  # a step without a backward has no loss
+        return
+    losses = torch.tensor(found, dtype=torch.float64, device=module.device)
+    ends = torch.cat([losses, -losses])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.group("tp"))
+    most, least = ends[: len(losses)], -ends[len(losses) :]
+    if bool(((most - least) > tolerance * most.abs().clamp(min=1e-30)).any()):
+        raise ConfigurationError(
+            "LP310",
+            f"{type(module).__name__}.training_step gives other losses on the {degree} "
+            f"tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same samples): it "
+            "computes with activations of which every rank has its own tokens or features. Use "
+            "sequence_parallel=False, or give the module whose output the loss takes a style that "
+            "makes it whole ('sequence_gather_output', 'colwise_gather_output'). No weight was "
+            "changed.",
         )

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import nn, Tensor
 
 from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.pipeline.refusals import SecondCallError
+from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.errors import ConfigurationError, PipelineError
 from lightning_par.observe.contents import names_in
 from lightning_par.observe.cross_entropies import LookAtLosses
@@ -328,7 +329,8 @@ class RunStart:
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
-        steps, batches = self.steps, [batch for batch, _ in parts]
+        # Copies, as a step may write into its batch.
+        steps, batches = self.steps, [map_tensors(batch, Tensor.clone) for batch, _ in parts]
         # Watched on every rank: some of what it gives is reduced over a group.
         watch = _LookWatch(steps.module, batches, sharpens=made, group=group)
         random = steps.random
@@ -422,6 +424,7 @@ class _LookWatch:
         return StepReport(
             metrics=self._metrics.values(),
             calls=self.losses.seen,
+            weights=self.losses.weights,
             writes=writes or self.has_written(),
             **seen,
         )

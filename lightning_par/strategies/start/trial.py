@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.observe.isolate import StateOfParts, untouched
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.step.counted_buffers import buffers_of, put_buffers
@@ -45,18 +46,21 @@ def try_step(
     divides = len(batches) > 1 or steps.mesh.sizes.data == 1
     learns = name == "training_step" and divides and not counts.is_known
     before, ends = buffers_of(module) if learns else {}, list[dict[str, Tensor]]()
+    given = [map_tensors(batch, Tensor.clone) for batch in batches] if learns else []
 
-    def run(index: int, followed: AbstractContextManager[Any]) -> list[LogCall]:
+    def run(index: int, followed: AbstractContextManager[Any] | None = None) -> list[LogCall]:
         nonlocal leaves
         calls: list[LogCall] = []
-        step = partial(steps.call, getattr(module, name), (batches[index], *rest))
+        # A batch that was run already may have been written to.
+        batch = map_tensors(given[index], Tensor.clone) if followed is None else batches[index]
+        step = partial(steps.call, getattr(module, name), (batch, *rest))
         # Each batch begins from the state of the step, but for what samples change in it: that
         # stays, so that `ends` shows the parts one after the other.
         with state.next_part():
             with (
                 context(),
                 record_logs(module, calls),
-                followed,
+                followed or nullcontext(),
                 steps.user_step(("first look",), index),
             ):
                 if name == "training_step":
@@ -73,8 +77,7 @@ def try_step(
     for index in range(len(batches)):
         logs.append(run(index, watch.followed(index)))
     if learns:
-        last = len(batches) - 1
-        _learn_buffers(steps, before, ends, last, lambda index: run(index, nullcontext()))
+        _learn_buffers(steps, before, ends, len(batches) - 1, run)
         # Runs of `again` and `alone` are no parts of the batch.
         del losses[len(batches) :]
     return watch.report(losses=losses, logs=logs, leaves=leaves)

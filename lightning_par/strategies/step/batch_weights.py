@@ -80,6 +80,7 @@ class BatchWeights:
         zero: Numbers of this replica's micro-batches whose loss has weight 0.
         fills: Whether this replica repeats a sample of another one, which counts nowhere.
         context_group: Ranks that see other tokens of the same samples; None: this one sees all.
+        counts: What the rule of the loss gives for each micro-batch; None: nobody asked.
     """
 
     scales: tuple[Tensor, ...]
@@ -94,6 +95,7 @@ class BatchWeights:
     zero: frozenset[int] = frozenset()
     fills: bool = False
     context_group: dist.ProcessGroup | None = None
+    counts: Tensor | None = None
 
     @property
     def own(self) -> Tensor:
@@ -133,6 +135,8 @@ class LossRule:
         path: Entry of the batch whose values weigh; None: samples do, or what nobody knows.
         ignored: Value of that entry which does not count; None: its values are added.
         shift: Columns of that entry, at its beginning, which do not count either.
+        labels: Part of a batch -> the labels that the step makes of it, where it makes them.
+        is_made: Whether what weighs was seen to be made by the step, of some batches.
     """
 
     name: str
@@ -145,6 +149,8 @@ class LossRule:
     path: str | None = None
     ignored: int | None = None
     shift: int = 0
+    labels: Callable[[Any], Tensor] | None = None
+    is_made: bool = False
 
 
 def declared_rule(layout: BatchLayout) -> LossRule:
@@ -357,11 +363,6 @@ class BatchWeigher:
             sums = torch.stack([total, torch.full_like(total, own)])
             dist.all_reduce(sums, group=self._data_group)
             total, counted = sums[0], sums[1]
-        if self.rule.counts_all or self.fills:
-            zero = frozenset(range(len(samples)) if self.fills else ())
-        elif zero is None:
-            # The host waits for the device here; callers that have counted on the host spare it.
-            zero = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
         # If nothing in the global batch counts, all weights are 0, and not NaN.
         valid = torch.where(total > 0, total, 1)
         # FSDP takes the mean over these ranks, which the factor `ranks` undoes:
@@ -379,10 +380,20 @@ class BatchWeigher:
             by_samples=self.by_samples,
             sizes=tuple(samples),
             replicas=self._replicas,
-            zero=zero,
+            zero=self._zero(replica, zero),
             fills=self.fills,
             context_group=self._context_group,
+            counts=counts,
         )
+
+    def _zero(self, counts: Tensor, known: frozenset[int] | None) -> frozenset[int]:
+        """Return the numbers of the micro-batches that weigh nothing."""
+        if self.rule.counts_all or self.fills:
+            return frozenset(range(len(counts)) if self.fills else ())
+        if known is not None:
+            return known
+        # The host waits for the device here; callers that have counted on the host spare it.
+        return frozenset(i for i, count in enumerate(counts.tolist()) if count == 0)
 
 
 @dataclass(kw_only=True, eq=False)

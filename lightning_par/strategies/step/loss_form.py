@@ -1,12 +1,17 @@
-"""Notices when the loss of a run takes another form than in the first step.
+"""Notices when the loss of a run takes another form than in the first step, or other weights.
 
 Note [Form of a loss]: a term that begins after some steps, a mean that becomes a sum, or a choice
 of samples makes other operations at the end of the autograd graph. Reading their names takes some
 microseconds and no device. A rank that meets a new form poisons the norm which all ranks compute
 before the optimizer step, so that all of them look at the step once more; nobody communicates
 while the form stays.
+
+The graph also holds the numbers of which a loss is a mean: the labels that a cross-entropy counts,
+a divisor. Where the rule that weighs batches was seen on some batches only (`batch_tape.py`), each
+step has to confirm it; the host waits for the device then.
 """
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -15,6 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.step.batch_weights import BatchWeights
 
 __all__ = ["FormWatch", "form_of"]
 
@@ -60,6 +68,25 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
         queue.extend(parent for parent, _ in node.next_functions)
 
 
+def _means_over(loss: Tensor) -> Iterator[float]:
+    """Yield the numbers over which a loss is a mean, as far as its last operations hold them."""
+    queue = deque([loss.grad_fn])
+    for _ in range(_NODES):
+        node: Any = queue.popleft() if queue else None
+        if node is None:
+            continue
+        name = node.name()
+        if name.startswith("NllLoss") and _saved(node, "reduction") == 1:
+            yield float(_saved(node, "total_weight"))
+        elif name == "DivBackward0":
+            divisor = _saved(node, "other")
+            if isinstance(divisor, Tensor) and divisor.numel() == 1:
+                yield float(divisor)
+        elif name == "MeanBackward0":
+            yield float(_saved(node, "self_sym_numel"))
+        queue.extend(parent for parent, _ in node.next_functions)
+
+
 def _saved(node: Any, name: str) -> Any:
     """Return what an operation keeps of its call; torch's notes on autograd tell of the prefix."""
     return getattr(node, f"_saved_{name}", 0)
@@ -83,24 +110,45 @@ class FormWatch:
         is_new: Whether the loss of this rank has a form that was not looked at.
         watches: Whether the loss of the present batch can be looked at.
         has_to_stay: Whether the loss has to keep the form in which it was looked at.
+        confirms: Rule by which batches weigh, which each step has to confirm; None: it is sure.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.again: Callable[[], None] = lambda: None
         self.reads_factors = False
         self.is_new, self.watches, self.has_to_stay = False, True, False
-        self._device, self._known = device, set[Hashable]()
+        self.confirms: str | None = None
+        self._device, self._known, self._is_other = device, set[Hashable](), False
 
-    def see(self, loss: Tensor, samples: int) -> None:
-        """Note the form of a loss of this rank."""
+    def see(self, loss: Tensor, samples: int, weights: BatchWeights | None, index: int = 0) -> None:
+        """Note the form of the loss of a batch, or of its first micro-batch; and of each whether it
+        is a mean over as many as the rule of the loss says, where that has to be confirmed.
+
+        Args:
+            loss: A scalar, with a graph.
+            samples: Their number.
+            weights: What the micro-batches weigh; None: there is one, and nobody weighs it.
+            index: Number of this one.
+        """
+        if loss.grad_fn is None:
+            return
+        if self.confirms is not None and weights is not None and weights.counts is not None:
+            # The host waits for the device here.
+            said, means = float(weights.counts[index]), list(_means_over(loss))
+            if said and means and not any(math.isclose(n, said, rel_tol=1e-5) for n in means):
+                self.is_new = self._is_other = True
+        if not index:
+            self._see_form(loss, samples)
+
+    def _see_form(self, loss: Tensor, samples: int) -> None:
         # Forms that follow the data never settle; each new one costs a look at the step.
-        if not self.watches or len(self._known) > _FORMS or loss.grad_fn is None:
+        if not self.watches or len(self._known) > _FORMS:
             return
         form = form_of(loss, samples, reads_factors=self.reads_factors)
         if form in self._known:
             return
         # The first form is the one that the first look has seen.
-        self.is_new = bool(self._known)
+        self.is_new |= bool(self._known)
         self._known.add(form)
 
     def warn(self) -> None:
@@ -118,12 +166,26 @@ class FormWatch:
 
         Every rank has to call this.
 
-        **Communicates**: one all-reduce of a number over all ranks; then what `again` does.
+        Raises:
+            ConfigurationError: On every rank, if the loss of any is a mean over another number than
+                its batch weighs.
+
+        **Communicates**: one all-reduce of two numbers over all ranks; then what `again` does.
         """
         # Every rank votes, as only those that met the new form know of it.
-        found = torch.tensor(float(self.is_new), device=self._device)
+        found = torch.tensor([self.is_new, self._is_other], device=self._device, dtype=torch.float)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        self.is_new = False
-        if found:
+        is_new, is_other = map(bool, found.tolist())
+        self.is_new = self._is_other = False
+        if is_other:
+            raise ConfigurationError(
+                "LP309",
+                f"training_step: its first batches show that the loss is {self.confirms}, by which "
+                "the micro-batches or replicas were weighed. The loss of this batch is a mean over "
+                "another number of labels or samples. Declare ParallelPlan(batch=BatchLayout("
+                "loss_weight=...)), a function of the batch that returns over how many the loss is "
+                "the mean. Nothing of this step was kept.",
+            )
+        if is_new:
             self.again()
-        return bool(found)
+        return is_new

@@ -53,6 +53,7 @@ from lightning_par.strategies.step.batch_weights import (
     weighted_mean,
 )
 from lightning_par.strategies.step.counted_buffers import CountedBuffers, StageBuffers
+from lightning_par.strategies.step.loss_form import FormWatch
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.returned import (
     counts_in,
@@ -104,8 +105,8 @@ class PipelinedSteps:
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
         model_calls: Passes calls of the model that are no step through the stages.
         most: The most micro-batches that every replica can cut its batch into.
-        see_loss: Is given the loss of the first micro-batch, and its number of samples; None:
-            nobody asks.
+        form: Is given the loss of the first micro-batch, and what others weigh where their losses
+            have to confirm it; None: nobody asks.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class PipelinedSteps:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
         self.last_weight, self.most = torch.ones(()), sys.maxsize
-        self.see_loss: Callable[[Tensor, int], None] | None = None
+        self.form: FormWatch | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches, self._replay = sequence, num_microbatches, replay
         self._schedule, self._rank_of_stage = schedule, rank_of_stage
@@ -185,8 +186,8 @@ class PipelinedSteps:
 
         def scaled_loss(index: int, result: Any) -> Tensor:
             loss, scale = loss_of(result), weights.scales[index]
-            if index == 0 and self.see_loss is not None:
-                self.see_loss(loss, sizes[0])
+            if self.form is not None:
+                self.form.see(loss, sizes[index], weights, index)
             losses[index] = loss.detach()
             if index in weights.zero and self._is_only_replica:
                 return loss.detach()  # no replica waits for this backward
@@ -287,7 +288,8 @@ class PipelinedSteps:
             return refusal() is not None
 
         learns = name == "training_step" and count > 1 and not self._buffers.is_known
-        again = [*batches[1:], batches[1]] if learns else []
+        # Copies, as the step may write into its batch.
+        again = [map_tensors(b, Tensor.clone) for b in (*batches[1:], batches[1])] if learns else []
         with torch.no_grad(), self._buffers.look(count - 1) if learns else nullcontext():
             run = self._forward_only(
                 name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed

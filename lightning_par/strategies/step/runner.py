@@ -338,7 +338,7 @@ class StepRunner:
             if not self.looks.is_over:
                 self.looks.before_training(*self.begun, known)
                 if self.pipeline is not None and self.form.has_to_stay:
-                    self.pipeline.see_loss = self.form.see
+                    self.pipeline.form = self.form
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 random = self.random.step(samples, count, self.tokens_of(args[0]), self.share)
@@ -371,7 +371,7 @@ class StepRunner:
                 self.sharding.release()
                 return torch.zeros((), device=self._device, requires_grad=True), Step(skips=True)
             if self.form.has_to_stay and not self.manual.is_used and output is not None:
-                self.form.see(loss_of(output), samples)
+                self.form.see(loss_of(output), samples, weights)
             # What is open stays open until the backward is over: recomputation runs the forward
             # again, and needs the same attention, weights and sequences.
             step.opened = opened.pop_all()

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lightning_par.observe.cross_entropies import SeenLoss
+from lightning_par.observe.cross_entropies import SeenLoss, SeenWeight
 from lightning_par.strategies.step.step_traces import LogCall
 
 __all__ = ["StepReport", "StepWatch"]
@@ -20,6 +20,7 @@ class StepReport:
         metrics: FQN -> value of the torchmetrics that it updates, for the first batch, and for the
             others together.
         calls: For each batch, the cross-entropies that it computed.
+        weights: For each batch, what else may weigh it in its loss.
         leaves: Names of attributes of the LightningModule that it changes.
         writes: Whether it writes by itself: to loggers, the terminal or files.
     """
@@ -28,6 +29,7 @@ class StepReport:
     logs: list[list[LogCall]]
     metrics: tuple[dict[str, Any], dict[str, Any]]
     calls: list[list[SeenLoss]] = field(default_factory=list)
+    weights: list[list[SeenWeight]] = field(default_factory=list)
     leaves: tuple[str, ...] = ()
     writes: bool = False
 

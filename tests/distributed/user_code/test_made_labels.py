@@ -1,0 +1,131 @@
+"""Losses over labels that the step makes, masks or chooses by itself, on batches without a plan.
+
+Rows are padded with 1, and the mask of a row is that of its inputs: shifted by one token it counts
+as many as the labels do, but for rows without padding. The first batch has no such row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.distributed.user_code.test_batches import Undeclared
+from tests.support.models.plain_language_model import PlainNet
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+PAD = 1
+
+
+def rows() -> list[dict[str, Tensor]]:
+    made = []
+    for index, row in enumerate(torch.randint(2, 64, (32, 13))):
+        count = 3 + index % 5 if index < 8 else 5 + index % 8
+        row[count + 1 :] = PAD
+        made.append({"x": row[:-1], "y": row[1:], "mask": (row[:-1] != PAD).long()})
+        made[-1]["prompt"] = torch.tensor(count // 2)
+    return made
+
+
+def of_labels(labels: Callable[[Any], Tensor], **options: Any) -> Any:
+    """A module whose loss is a cross-entropy with labels of the batch, and its samples."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            wanted = labels(batch)
+            return F.cross_entropy(self.net(batch["x"]).flatten(0, 1), wanted.flatten(), **options)
+
+    return Module(), rows()
+
+
+@CASES.add(equal="pp2 zero3")
+def a_padding_token_that_the_call_ignores() -> Any:
+    return of_labels(lambda batch: batch["y"], ignore_index=PAD)
+
+
+@CASES.add(equal="pp2 zero3")
+def a_copy_that_is_masked_in_place() -> Any:
+    def labels(batch: Any) -> Tensor:
+        made = batch["y"].clone()
+        made[:, :2] = -100
+        made[batch["mask"] == 0] = -100
+        return made
+
+    return of_labels(labels, label_smoothing=0.1)
+
+
+@CASES.add(equal="pp2 zero3")
+def a_prompt_of_another_length_in_each_row() -> Any:
+    def labels(batch: Any) -> Tensor:
+        places = torch.arange(batch["x"].shape[1], device=batch["x"].device)
+        hidden = (places < batch["prompt"][:, None]) | (batch["y"] == PAD)
+        return torch.where(hidden, -100, batch["y"])
+
+    return of_labels(labels)
+
+
+@CASES.add(equal="pp2 zero3")
+def a_batch_that_the_step_writes_to() -> Any:
+    def labels(batch: Any) -> Tensor:
+        batch["x"].add_(1).remainder_(64)
+        batch["y"][batch["y"] % 7 == 0] = -100
+        return batch["y"]
+
+    return of_labels(labels)
+
+
+@CASES.add(equal="pp2 zero3")
+def tokens_that_a_condition_chooses() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            chosen = (batch["y"] != PAD) & (batch["y"] % 3 != 0)
+            return F.cross_entropy(self.net(batch["x"])[chosen], batch["y"][chosen])
+
+    return Module(), rows()
+
+
+@CASES.add(equal="pp2 zero3")
+def a_bounded_divisor() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch["x"]).transpose(1, 2)
+            losses = F.cross_entropy(logits, batch["y"], reduction="none")
+            counts = (batch["y"] % 5 > 2).to(losses.dtype)
+            return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+    return Module(), rows()
+
+
+@CASES.add(equal="pp2 zero3")
+def labels_that_the_model_masks() -> Any:
+    class Net(PlainNet):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            size = y.shape[0] * y.shape[1]
+            wanted = y.clone().view(size)
+            wanted[wanted == PAD] = -100
+            return F.cross_entropy(super().forward(x).view(size, -1), wanted)
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            return self.net(batch["x"], batch["y"])
+
+    return Module(Net()), rows()
+
+
+@CASES.add(refused={"pp2 zero3": r"mean over another number of labels.*loss_weight.*LP309"})
+def a_mask_that_depends_on_a_value() -> Any:
+    def labels(batch: Any) -> Tensor:
+        made = batch["y"].clone()
+        if (made == PAD).any():
+            made[made == PAD] = -100
+        return made
+
+    return of_labels(labels)
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equals_one_process_or_is_refused(case: str, layout: str, refusal: str | None) -> None:
+    CASES.check(case, layout, refusal)
