@@ -1,5 +1,4 @@
-"""The first look at a run's training step: finds how the loss of a batch is made of those of its
-parts, without leaving a trace.
+"""The first look at a run's training step: how the loss of a batch is made of those of its parts.
 
 Length: the ways to decide, and what is said where none of them does.
 """
@@ -7,7 +6,7 @@ Length: the ways to decide, and what is said where none of them does.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,11 +35,16 @@ from lightning_par.strategies.start.own_outputs import (
     warn_of_logs,
     warn_of_own_outputs,
 )
-from lightning_par.strategies.start.seen_rules import labels_seen, rules_made, rules_seen
+from lightning_par.strategies.start.seen_rules import (
+    labels_seen,
+    ratios_seen,
+    rules_made,
+    rules_seen,
+)
 from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
-from lightning_par.strategies.step.loss_form import FormWatch
+from lightning_par.strategies.step.loss_form import Confirmed, FormWatch
 from lightning_par.strategies.step.metrics import compare_metrics
 from lightning_par.strategies.step.step_report import StepReport
 from lightning_par.strategies.step.step_traces import (
@@ -71,7 +75,7 @@ class _Finding:
         errors: Name of a rule -> its largest error; empty if nothing can be told.
         is_random: Whether the step draws random numbers that cannot be cut.
         seen: Names of the rules that a cross-entropy shows; None: it shows none.
-        is_sure: Whether its labels were seen, and not only counted; also where it shows none.
+        ratios: Name of a rule -> see `ratios_seen`.
         labels: Entries of the batch that are labels of a cross-entropy.
         samples: Number of samples of the smallest batch; 0 if it is not known.
     """
@@ -79,7 +83,7 @@ class _Finding:
     errors: Mapping[str, float]
     is_random: bool
     seen: frozenset[str] | None = None
-    is_sure: bool = True
+    ratios: Mapping[str, frozenset[float]] = field(default_factory=dict)
     labels: frozenset[str] = frozenset()
     samples: int = 0
 
@@ -119,6 +123,8 @@ class FirstLook:
         self._looks, self._is_known, self.share = 0, True, Share()
         self.is_told, self._has_values = False, has_values
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
+        if mesh.sizes.context > 1 and layout.labels and layout.loss_weight is None:
+            form.confirms = Confirmed(weigher.rule.name, frozenset(), of_labels=True)
 
     def is_due(
         self,
@@ -302,7 +308,7 @@ class FirstLook:
             if loss
         )
         shown = rules_seen(rules, seen.losses, seen.calls, [whole])
-        return self._all_agree(is_loss and shown is not None and bool(shown[0]))
+        return self._all_agree(is_loss and bool(shown))
 
     def _finding(
         self,
@@ -313,12 +319,11 @@ class FirstLook:
         count: int = 0,
     ) -> _Finding:
         errors = errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {}
-        names, is_sure = rules_seen(rules, seen.losses, seen.calls, parts) or (None, True)
         return _Finding(
             errors=errors if self._has_values else dict.fromkeys(errors, math.nan),
             is_random=is_random,
-            seen=names,
-            is_sure=is_sure,
+            seen=rules_seen(rules, seen.losses, seen.calls, parts),
+            ratios=ratios_seen(rules, seen.calls, parts),
             labels=labels_seen(rules, seen.calls, parts),
             samples=count,
         )
@@ -348,7 +353,7 @@ class FirstLook:
             # Parts draw other numbers than the whole: only what a cross-entropy shows is known.
             shown = [name for name in names if name in (found.seen or ())]
             if shown:
-                self._settle(rules, shown, "seen in cross_entropy", is_sure=found.is_sure)
+                self._settle(rules, shown, "seen in cross_entropy", found.ratios)
             else:
                 self._warn_of_random()
             return
@@ -365,7 +370,7 @@ class FirstLook:
             made = self._contrast(near, found, batch, dims, microbatches, run)
             self._is_known |= bool(made)
             fitting = [name for name in fitting if name in made] or fitting
-        self._settle(rules, fitting, source, is_sure=found.is_sure)
+        self._settle(rules, fitting, source, found.ratios)
 
     def _told_better(
         self,
@@ -457,7 +462,7 @@ class FirstLook:
         return self._agree(self._finding(rules, seen, parts, is_random))
 
     def _settle(
-        self, rules: Sequence[LossRule], fitting: Sequence[str], source: str, *, is_sure: bool
+        self, rules: Sequence[LossRule], fitting: Sequence[str], source: str, ratios: Any
     ) -> None:
         """Give the weigher its rule, and those that fit as well so far."""
         by_name = {rule.name: rule for rule in rules}
@@ -472,8 +477,9 @@ class FirstLook:
             rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
             source = f"{source}; {rest} the samples alike so far"
         self._decisions.add("loss", weigher.rule.name, source)
-        confirms = weigher.rule.is_made or (not is_sure and not weigher.rule.counts_all)
-        self._form.confirms = weigher.rule.name if confirms else None
+        rule, told = weigher.rule, ratios.get(weigher.rule.name)
+        given = rule.name, told, bool(rule.labels) or not rule.is_made
+        self._form.confirms = Confirmed(*given) if told else None
 
     def judge_logs(
         self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
@@ -534,7 +540,10 @@ class FirstLook:
             errors={name: max(replica.errors[name] for replica in held) for name in names},
             is_random=any(replica.is_random for replica in box),
             seen=frozenset.intersection(*seen) if len(seen) == len(box) else None,
-            is_sure=all(replica.is_sure for replica in box),
+            ratios={
+                name: frozenset.intersection(*(replica.ratios.get(name, ratios) for replica in box))
+                for name, ratios in found.ratios.items()
+            },
             labels=frozenset().union(*(replica.labels for replica in box)),
             samples=min(replica.samples for replica in box),
         )

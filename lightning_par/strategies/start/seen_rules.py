@@ -21,7 +21,7 @@ from lightning_par.strategies.start.loss_rule import rule_of_labels
 from lightning_par.strategies.step.batch_weights import LossRule, MEAN_OVER_SAMPLES
 from lightning_par.strategies.step.step_report import StepReport
 
-__all__ = ["labels_seen", "rules_made", "rules_seen"]
+__all__ = ["labels_seen", "ratios_seen", "rules_made", "rules_seen"]
 
 _Seen = TypeVar("_Seen")
 _DECLARE = "loss_weight=... (a function of the batch)"
@@ -171,9 +171,9 @@ def rules_seen(
     losses: Sequence[tuple[float, ...]],
     seen: Sequence[Sequence[SeenLoss]],
     parts: Sequence[tuple[Any, int]],
-) -> tuple[frozenset[str], bool] | None:
-    """Return the names of the rules that a loss follows if it is one cross-entropy with a mean,
-    and whether its labels were seen and not only counted; None if it is no such loss.
+) -> frozenset[str] | None:
+    """Return the names of the rules that a loss follows if it is one cross-entropy with a mean;
+    None if it is not.
 
     Args:
         rules: The rules that it may follow.
@@ -210,7 +210,7 @@ def rules_seen(
             call.place is not None or (call.made and call.made.only_moves) for call in calls
         )
         is_sure = any(rule.labels or moved for rule in named)
-        return frozenset(rule.name for rule in (named if is_sure else fitting)), is_sure
+        return frozenset(rule.name for rule in (named if is_sure else fitting))
     return None
 
 
@@ -232,6 +232,32 @@ def labels_seen(
         and call.place is not None
         and _is_entry(rule, part[0], call)
     )
+
+
+def ratios_seen(
+    rules: Sequence[LossRule],
+    seen: Sequence[Sequence[SeenLoss]],
+    parts: Sequence[tuple[Any, int]],
+) -> dict[str, frozenset[float]]:
+    """Return, for each rule that not every sample counts for, how many labels the cross-entropies
+    of a step take their mean over, as multiples of what the rule gives: those that are the same for
+    all parts.
+    """
+    found = {}
+    for rule in rules:
+        weights = [float(rule.weigh(*part)) for part in parts]
+        ratios = [1.0] if rule.is_made and rule.labels is None else []
+        for calls in _columns(seen):
+            pairs = [
+                (float((call.labels != call.ignored).sum()), weight)
+                for call, weight in zip(calls, weights, strict=True)
+                if weight
+            ]
+            if pairs and all(call.is_mean for call in calls) and _are_proportional(pairs):
+                ratios.append(pairs[0][0] / pairs[0][1])
+        if ratios and not rule.counts_all and not rule.is_sum:
+            found[rule.name] = frozenset(ratios)
+    return found
 
 
 def _are_proportional(pairs: Sequence[tuple[float, float]]) -> bool:

@@ -287,8 +287,7 @@ class GradientPath:
 
     def _marked(self, loss: Tensor | None) -> Tensor | None:
         """Return a loss, or NaN where all ranks have to be told of its new form."""
-        is_new = loss is not None and self.form is not None and self.form.is_new
-        return torch.full_like(loss, torch.nan) if loss is not None and is_new else loss
+        return loss if loss is None or self.form is None else self.form.marked(loss)
 
     @contextmanager
     def of_one_backward(self) -> Iterator[None]:
@@ -334,8 +333,8 @@ class GradientPath:
         loss, self._loss = self._loss, None
         passage = _Passage(parameters=parameters, loss=self._marked(loss), unmarked=loss)
         self._walk(Phase.STEP, passage)
-        if self.form is not None and self.form.is_new:  # nobody has judged this step
-            self.form.warn()
+        if self.form is not None:
+            self.form.end(is_judged=self._on_nonfinite != "ignore")
         own = is_overridden("configure_gradient_clipping", self._module, pl.LightningModule)
         # A module that clips in its own way may change gradients first.
         self._norm = None if own else passage.norm

@@ -7,14 +7,14 @@ before the optimizer step, so that all of them look at the step once more; nobod
 while the form stays.
 
 The graph also holds the numbers of which a loss is a mean: the labels that a cross-entropy counts,
-a divisor. Where the rule that weighs batches was seen on some batches only (`batch_tape.py`), each
-step has to confirm it; the host waits for the device then.
+a divisor. Each step confirms by them the rule that weighs batches, which was seen on the first ones
+only; the device compares, and poisons the norm as well, so that the host does not wait.
 """
 
-import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights
 
-__all__ = ["FormWatch", "form_of"]
+__all__ = ["Confirmed", "FormWatch", "form_of"]
 
 _NODES = 32
 """Operations of the graph that are read, from the loss on."""
+_CLOSE = 1e-5
+"""Relative difference between two counts in float32 that is rounding."""
 _FORMS = 16
 """Forms after which nobody looks any more: they follow the data, and each held so far."""
 
@@ -68,8 +70,10 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
         queue.extend(parent for parent, _ in node.next_functions)
 
 
-def _means_over(loss: Tensor) -> Iterator[float]:
-    """Yield the numbers over which a loss is a mean, as far as its last operations hold them."""
+def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
+    """Yield the numbers over which a loss is a mean, as far as its last operations hold them; those
+    `of_labels` are those of cross-entropies alone.
+    """
     queue = deque([loss.grad_fn])
     for _ in range(_NODES):
         node: Any = queue.popleft() if queue else None
@@ -77,13 +81,13 @@ def _means_over(loss: Tensor) -> Iterator[float]:
             continue
         name = node.name()
         if name.startswith("NllLoss") and _saved(node, "reduction") == 1:
-            yield float(_saved(node, "total_weight"))
-        elif name == "DivBackward0":
+            yield _saved(node, "total_weight")
+        elif name == "DivBackward0" and not of_labels:
             divisor = _saved(node, "other")
             if isinstance(divisor, Tensor) and divisor.numel() == 1:
-                yield float(divisor)
-        elif name == "MeanBackward0":
-            yield float(_saved(node, "self_sym_numel"))
+                yield divisor.reshape(())
+        elif name == "MeanBackward0" and not of_labels:
+            yield _saved(node, "self_sym_numel")
         queue.extend(parent for parent, _ in node.next_functions)
 
 
@@ -98,6 +102,22 @@ def _is_zero(factor: Any) -> bool:
     return is_number and not factor
 
 
+@dataclass(frozen=True)
+class Confirmed:
+    """A rule by which batches weigh, and how each step confirms it.
+
+    Attributes:
+        rule: Its name.
+        ratios: Numbers over which the losses of the first batches were a mean, as multiples of what
+            the rule gives for these batches; none: those of the first step.
+        of_labels: Whether only the labels that a cross-entropy counts are such numbers.
+    """
+
+    rule: str
+    ratios: frozenset[float]
+    of_labels: bool
+
+
 class FormWatch:
     """Watches the form of the loss, see Note [Form of a loss].
 
@@ -110,19 +130,20 @@ class FormWatch:
         is_new: Whether the loss of this rank has a form that was not looked at.
         watches: Whether the loss of the present batch can be looked at.
         has_to_stay: Whether the loss has to keep the form in which it was looked at.
-        confirms: Rule by which batches weigh, which each step has to confirm; None: it is sure.
+        confirms: What each step has to confirm; None: nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.again: Callable[[], None] = lambda: None
         self.reads_factors = False
         self.is_new, self.watches, self.has_to_stay = False, True, False
-        self.confirms: str | None = None
-        self._device, self._known, self._is_other = device, set[Hashable](), False
+        self.confirms: Confirmed | None = None
+        self._device, self._known = device, set[Hashable]()
+        self._is_other: Tensor | None = None
 
     def see(self, loss: Tensor, samples: int, weights: BatchWeights | None, index: int = 0) -> None:
         """Note the form of the loss of a batch, or of its first micro-batch; and of each whether it
-        is a mean over as many as the rule of the loss says, where that has to be confirmed.
+        is a mean over as many as the rule of the loss says.
 
         Args:
             loss: A scalar, with a graph.
@@ -133,12 +154,38 @@ class FormWatch:
         if loss.grad_fn is None:
             return
         if self.confirms is not None and weights is not None and weights.counts is not None:
-            # The host waits for the device here.
-            said, means = float(weights.counts[index]), list(_means_over(loss))
-            if said and means and not any(math.isclose(n, said, rel_tol=1e-5) for n in means):
-                self.is_new = self._is_other = True
+            self._confirm(self.confirms, loss, weights.counts[index])
         if not index:
             self._see_form(loss, samples)
+
+    def _confirm(self, confirmed: Confirmed, loss: Tensor, said: Tensor) -> None:
+        means = list(_means_over(loss, of_labels=confirmed.of_labels))
+        if not means:
+            return
+        if not confirmed.ratios:  # learned from the first step, for which the host waits
+            ratios = frozenset(float(mean / said) for mean in means if said)
+            self.confirms = replace(confirmed, ratios=ratios)
+            return
+        wanted = [said * ratio for ratio in confirmed.ratios]
+        is_far = [(mean - each).abs() > _CLOSE * each for mean in means for each in wanted]
+        is_other = torch.stack(is_far).all()
+        if not confirmed.of_labels:  # a divisor has a bound where nothing counts
+            is_other &= said > 0
+        self._is_other = is_other if self._is_other is None else self._is_other | is_other
+
+    def marked(self, loss: Tensor) -> Tensor:
+        """Return a loss, or NaN where all ranks have to be told that something is wrong with it."""
+        if self.is_new:
+            return torch.full_like(loss, torch.nan)
+        if self._is_other is None:
+            return loss
+        return torch.where(self._is_other.to(loss.device), torch.nan, loss)
+
+    def end(self, *, is_judged: bool) -> None:
+        """Forget what was noted of a step; warn of it if nobody has judged the step."""
+        if self.is_new or (not is_judged and self._is_other is not None and self._is_other):
+            self._warn()
+        self.is_new, self._is_other = False, None
 
     def _see_form(self, loss: Tensor, samples: int) -> None:
         # Forms that follow the data never settle; each new one costs a look at the step.
@@ -151,13 +198,12 @@ class FormWatch:
         self.is_new |= bool(self._known)
         self._known.add(form)
 
-    def warn(self) -> None:
-        """Say that the loss of this rank has a new form which nobody looks at."""
-        self.is_new = False
+    def _warn(self) -> None:
         warnings.warn(
-            "the loss has another form than in the first step: with a scaled loss (16-mixed) or "
-            "on_nonfinite='ignore' it is not looked at again. Train with bf16-mixed or float32 "
-            "and on_nonfinite='raise' to have it looked at, or give it one form from the start.",
+            "the loss has another form, or other weights, than in the first step: with a scaled "
+            "loss (16-mixed) or on_nonfinite='ignore' it is not looked at again. Train with "
+            "bf16-mixed or float32 and on_nonfinite='raise' to have it looked at, or give it one "
+            "form from the start.",
             stacklevel=2,
         )
 
@@ -173,18 +219,21 @@ class FormWatch:
         **Communicates**: one all-reduce of two numbers over all ranks; then what `again` does.
         """
         # Every rank votes, as only those that met the new form know of it.
-        found = torch.tensor([self.is_new, self._is_other], device=self._device, dtype=torch.float)
+        other = self._is_other is not None and bool(self._is_other)
+        found = torch.tensor([self.is_new, other], device=self._device, dtype=torch.float32)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         is_new, is_other = map(bool, found.tolist())
-        self.is_new = self._is_other = False
+        self.is_new, self._is_other = False, None
         if is_other:
+            assert self.confirms is not None
             raise ConfigurationError(
                 "LP309",
-                f"training_step: its first batches show that the loss is {self.confirms}, by which "
-                "the micro-batches or replicas were weighed. The loss of this batch is a mean over "
-                "another number of labels or samples. Declare ParallelPlan(batch=BatchLayout("
-                "loss_weight=...)), a function of the batch that returns over how many the loss is "
-                "the mean. Nothing of this step was kept.",
+                f"training_step: its first batches show that the loss is {self.confirms.rule}, "
+                "by which micro-batches, replicas or context ranks were weighed. The loss of this "
+                "batch is a mean over another number of labels or samples. Declare which label is "
+                "ignored, ParallelPlan(batch=BatchLayout(labels=..., ignore_index=...)), or a "
+                "function of the batch that returns over how many the loss is the mean, "
+                "BatchLayout(loss_weight=...). Nothing of this step was kept.",
             )
         if is_new:
             self.again()

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torch.nn import functional as F
 
+from lightning_par import BatchLayout, ParallelPlan
 from tests.distributed.user_code.test_batches import Undeclared
-from tests.support.models.plain_language_model import PlainNet
+from tests.support.models.plain_language_model import PlainModule, PlainNet
 from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
@@ -113,6 +114,39 @@ def labels_that_the_model_masks() -> Any:
             return self.net(batch["x"], batch["y"])
 
     return Module(Net()), rows()
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@CASES.add(equal="pp2 zero3", refused={"cp2": r"another number of labels.*ignore_index=.*LP309"})
+def padding_that_comes_after_the_first_batch() -> Any:
+    """The declared labels leave out none of it: the first batch cannot tell that."""
+
+    class Module(PlainModule):
+        batch = BatchLayout(labels="y", sequence_dims={"x": 1, "y": 1, "mask": 1})
+
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch["x"]).flatten(0, 1)
+            return F.cross_entropy(logits, batch["y"].flatten(), ignore_index=PAD)
+
+        def parallel_plan(self) -> ParallelPlan:
+            return ParallelPlan(blocks="net.blocks", batch=self.batch, positions={})
+
+    net = PlainNet()
+    net.blocks = nn.ModuleList(_Attention() for _ in range(4))
+    samples = rows()
+    for sample in samples[:8]:
+        sample |= {name: sample[name].clamp(min=PAD + 1) for name in ("x", "y")}
+    return Module(net), samples
 
 
 @CASES.add(refused={"pp2 zero3": r"mean over another number of labels.*loss_weight.*LP309"})
