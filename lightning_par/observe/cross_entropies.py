@@ -42,6 +42,7 @@ class SeenLoss:
         value: What it returned, where that is one number.
         place: Which of the tensors of the batch holds the labels; None: they were copied.
         made: How the step makes the labels of the batch; None: not of the batch alone.
+        classes: Weights of the classes [C], on the host; None: all weigh alike.
     """
 
     labels: Tensor
@@ -50,6 +51,7 @@ class SeenLoss:
     value: float
     place: int | None
     made: TapedTensor | None = None
+    classes: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +147,17 @@ class LookAtLosses(TorchFunctionMode):
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return
         # Weights of classes make another mean, which only the numbers can tell.
-        is_mean = given["reduction"] == "mean" and given["weight"] is None
+        classes, is_mean = given["weight"], given["reduction"] == "mean"
         is_number = isinstance(result, Tensor) and result.numel() == 1
         self.seen[self._index].append(
             SeenLoss(
                 labels=labels.detach().flatten().cpu(),
                 ignored=int(given["ignore_index"]),
-                is_mean=is_mean,
+                is_mean=is_mean and classes is None,
                 value=float(result.detach()) if is_number else float("nan"),
                 place=_place_of(labels, self._batches[self._index]),
                 made=self._tape.of(labels),
+                classes=classes.detach().cpu() if is_mean and classes is not None else None,
             )
         )
 

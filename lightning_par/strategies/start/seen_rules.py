@@ -18,7 +18,12 @@ from lightning_par.errors import PlanError
 from lightning_par.observe.batch_tape import TapedTensor
 from lightning_par.observe.cross_entropies import SeenLoss, SeenWeight
 from lightning_par.strategies.start.loss_rule import rule_of_labels
-from lightning_par.strategies.step.batch_weights import LossRule, MEAN_OVER_SAMPLES
+from lightning_par.strategies.step.batch_weights import (
+    class_weights_of,
+    LossRule,
+    MEAN_OVER_SAMPLES,
+    sum_of_class_weights,
+)
 from lightning_par.strategies.step.step_report import StepReport
 
 __all__ = ["labels_seen", "ratios_seen", "rules_made", "rules_seen"]
@@ -56,9 +61,11 @@ def _of_labels(
     """Give the rules of the labels of cross-entropies with a mean."""
     for calls in _columns(seen.calls):
         first = calls[0]
+        path = None if first.place is None else names[first.place]
+        if first.classes is not None and (path is not None or first.made is not None):
+            yield _rule_of_classes(first, path)
         if not first.is_mean:
             continue
-        path = None if first.place is None else names[first.place]
         known = list(rules)
         if path is not None:
             shifts = range(min(batch_entry(parts[0][0], path).ndim if path else 2, 2))
@@ -80,6 +87,20 @@ def _of_labels(
                 labels=partial(_made, taped),
                 is_made=True,
             )
+
+
+def _rule_of_classes(call: SeenLoss, path: str | None) -> LossRule:
+    assert call.classes is not None
+    classes = call.classes.clone()
+    if 0 <= call.ignored < len(classes):
+        classes[call.ignored] = 0
+    if path is None:
+        assert call.made is not None
+        weigh = partial(_weigh_classes, call.made, classes)
+    else:
+        weigh = partial(sum_of_class_weights, path, classes)
+    name = "the mean weighted by the class weights that cross_entropy takes"
+    return LossRule(name=name, weigh=weigh, declare=_DECLARE, is_made=True)
 
 
 def _of_weights(
@@ -158,6 +179,12 @@ def _count_made(taped: TapedTensor, ignored: int, batch: Any, samples: int) -> T
     if not taped.takes(batch):  # a batch of another loop
         return MEAN_OVER_SAMPLES.weigh(batch, samples)
     return (_made(taped, batch) != ignored).sum(dtype=torch.float64)
+
+
+def _weigh_classes(taped: TapedTensor, classes: Tensor, batch: Any, samples: int) -> Tensor:
+    if not taped.takes(batch):
+        return MEAN_OVER_SAMPLES.weigh(batch, samples)
+    return class_weights_of(_made(taped, batch), classes)
 
 
 def _sum_made(taped: TapedTensor, batch: Any, samples: int) -> Tensor:

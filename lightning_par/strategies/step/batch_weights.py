@@ -241,7 +241,11 @@ def count_entries(path: str, value: int, shift: int, batch: Any, samples: int) -
 
 def sum_of_class_weights(path: str, weight: Tensor, batch: Any, samples: int) -> Tensor:
     """Weigh a part of a batch by the weights [classes] of its labels at `path`."""
-    labels: Tensor = batch_entry(batch, path) if path else batch
+    return class_weights_of(batch_entry(batch, path) if path else batch, weight)
+
+
+def class_weights_of(labels: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum of the weights [classes] of labels."""
     # Labels outside of the classes are an ignore_index, such as -100, and weigh nothing.
     counts = (labels >= 0) & (labels < len(weight))
     return weight.to(labels.device)[labels[counts]].sum(dtype=torch.float64)

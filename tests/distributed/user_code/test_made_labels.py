@@ -101,6 +101,22 @@ def a_bounded_divisor() -> Any:
 
 
 @CASES.add(equal="pp2 zero3")
+def class_weights_in_a_buffer() -> Any:
+    class Module(Undeclared):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("classes", torch.linspace(0.1, 3, 64))
+
+        def loss(self, batch: Any) -> Tensor:
+            given = {"weight": self.classes, "ignore_index": PAD}
+            return F.cross_entropy(
+                self.net(batch["x"]).flatten(0, 1), batch["y"].flatten(), **given
+            )
+
+    return Module(), rows()
+
+
+@CASES.add(equal="pp2 zero3")
 def labels_that_the_model_masks() -> Any:
     class Net(PlainNet):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
