@@ -11,17 +11,33 @@ from typing import Any
 
 from torch import nn
 
+from lightning_par.errors import ConfigurationError
+
 __all__ = ["Forward", "wrap_forward", "wrappers_of"]
 
 Forward = Callable[..., Any]
 _WRAPPERS = "_lightning_par_forward_wrappers"
 
 
+class _Names(list[str]):
+    """Names of wrappers, of a module that cannot be copied any more."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ConfigurationError(
+            "LP328",
+            "copy.deepcopy of a module on a mesh: the forward of the copy would be that of the "
+            "module, with its weights as they are trained. Copy it before the mesh takes it over, "
+            "as in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy "
+            "in an attribute of the LightningModule; or copy its weights alone, "
+            "{name: w.detach().clone() for name, w in self.net.named_parameters()}.",
+        )
+
+
 def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: str) -> None:
     """Replace the forward of a module; its hooks stay outside, and its signature can be inspected.
 
-    A module has to be copied or pickled before it is wrapped: the forward of a copy would still be
-    that of the original, as for every attribute that holds a function.
+    A module has to be copied before it is wrapped: the forward of a copy would still be that of the
+    original, as for every attribute that holds a function. `copy.deepcopy` raises.
 
     Args:
         module: Changed in place.
@@ -32,7 +48,7 @@ def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: 
     # Not the function's __dict__: a mark such as torch.compile's reference to what it compiled
     # would make a later compiler pass this wrapper over.
     outer = update_wrapper(around(inner), inner, updated=())
-    module.__dict__.setdefault(_WRAPPERS, []).append(name)
+    module.__dict__.setdefault(_WRAPPERS, _Names()).append(name)
     module.forward = outer
 
 

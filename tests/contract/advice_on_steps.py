@@ -228,6 +228,17 @@ STEPS: dict[str, dict[str, str]] = {
             "test_batches_that_cannot_be_joined_are_refused_with_a_cure_that_works"
         )
     },
+    "LP327": {
+        "pad all batches to one length": """
+            cures_in_data::padding_of_other_lengths cures_in_data::padding_that_comes_later""",
+        "leave padding out of the loss": "cures_in_data::padding_in_a_mean",
+        "data_parallel_size=1": ONE,
+    },
+    "LP328": {
+        "copy it in __init__": "cures_of_runs::a_teacher_that_is_copied_on_the_mesh",
+        "copy it in setup": "cures_of_runs::a_teacher_that_is_copied_in_setup",
+        "copy its weights alone": "cures_of_runs::weights_that_are_copied_on_the_mesh",
+    },
     # Pipelines and schedules
     "LP401": {"a schedule that exists": VALUE},
     "LP402": {"a count that fits": VALUE},

@@ -36,6 +36,7 @@ from lightning_par.strategies.start.own_outputs import (
     warn_of_own_outputs,
 )
 from lightning_par.strategies.start.seen_rules import (
+    common_ratios,
     labels_seen,
     ratios_seen,
     rules_made,
@@ -58,7 +59,6 @@ from lightning_par.strategies.step.step_traces import (
 __all__ = ["FirstLook"]
 
 _LOG = logging.getLogger(__name__)
-_FOUR = [0, 1, 2, 3]
 _DECLARE = (
     "Declare it in ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', 'sum', "
     "the name of an entry, or a function of the batch that returns its weight."
@@ -105,6 +105,7 @@ class FirstLook:
         share: What the batch that comes is of the global one.
         is_over: Whether no later step has to be looked at, whatever its batch.
         is_told: Whether the last look has shown anything of the rule of the loss.
+        looks: Number of looks.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class FirstLook:
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
-        self._looks, self._is_known, self.share = 0, True, Share()
+        self.looks, self._is_known, self.share = 0, True, Share()
         self.is_told, self._has_values = False, has_values
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
         if mesh.sizes.context > 1 and layout.labels and layout.loss_weight is None:
@@ -145,13 +146,13 @@ class FirstLook:
         """
         if self.is_over:
             return False
-        if not self._looks:
+        if not self.looks:
             # What the first replica has alone tells nothing of how losses of replicas add up.
             return not self.share.is_whole or self._mesh.sizes.data == 1
         if not self.share.is_even:
             return False
         is_settled = self._is_known and not self._weigher.alternatives
-        self.is_over = self._looks >= _LOOKS or is_settled
+        self.is_over = self.looks >= _LOOKS or is_settled
         if self.is_over or not self._finds_rule(microbatches):
             if self.is_over and not is_settled:
                 self._name_unsettled()
@@ -197,7 +198,7 @@ class FirstLook:
 
         **Communicates**: what the step does, and the results over stages and replicas.
         """
-        self._looks += 1
+        self.looks += 1
         is_whole = dims.size is None and bool(self._layout.whole)
         rules = self.rules(batch, self._with_whole(batch, dims) if is_whole else dims)
         parts = [(batch, dims.size or 1)]
@@ -234,8 +235,8 @@ class FirstLook:
             if microbatches > 1 and not self._layout.local_statistics:
                 rule = self._weigher.rule
                 found = self._agree(self._finding([rule], seen, parts, is_random))
-                is_wrong = _is_told(found) and not choose_rule(found.errors, self.tolerance())
-                if is_wrong and not found.is_random:
+                fits = not _is_told(found) or choose_rule(found.errors, self.tolerance())
+                if not fits and not found.is_random:
                     raise ConfigurationError("LP309", self._refusal(rule, dims, microbatches))
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
             if self._layout.loss_weight is not None and not is_random:
@@ -371,6 +372,8 @@ class FirstLook:
             self._is_known |= bool(made)
             fitting = [name for name in fitting if name in made] or fitting
         self._settle(rules, fitting, source, found.ratios)
+        is_asked = self.looks == 1 or self._weigher.compares_lengths
+        self._weigher.compares_lengths = is_asked and not found.seen
 
     def _told_better(
         self,
@@ -401,7 +404,7 @@ class FirstLook:
             found = found if doubled is None else replace(found, errors=doubled.errors)
         if found.samples >= 4 and found.errors and not _is_told(found):
             # Of a part nothing may count, as where a mask is drawn; more samples may tell.
-            halved = tried(_FOUR, _FOUR[:2], _FOUR[2:])
+            halved = tried([0, 1, 2, 3], [0, 1], [2, 3])
             return found if halved is None else replace(halved, samples=found.samples)
         if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
             return self._crossed(rules, found, batches[1], dims, run)
@@ -540,10 +543,7 @@ class FirstLook:
             errors={name: max(replica.errors[name] for replica in held) for name in names},
             is_random=any(replica.is_random for replica in box),
             seen=frozenset.intersection(*seen) if len(seen) == len(box) else None,
-            ratios={
-                name: frozenset.intersection(*(replica.ratios.get(name, ratios) for replica in box))
-                for name, ratios in found.ratios.items()
-            },
+            ratios=common_ratios([replica.ratios for replica in box]),
             labels=frozenset().union(*(replica.labels for replica in box)),
             samples=min(replica.samples for replica in box),
         )

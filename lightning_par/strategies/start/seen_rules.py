@@ -4,7 +4,7 @@ See Note [Finding the rule] in `loss_rule.py`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from lightning_par.strategies.step.batch_weights import (
 )
 from lightning_par.strategies.step.step_report import StepReport
 
-__all__ = ["labels_seen", "ratios_seen", "rules_made", "rules_seen"]
+__all__ = ["common_ratios", "labels_seen", "ratios_seen", "rules_made", "rules_seen"]
 
 _Seen = TypeVar("_Seen")
 _DECLARE = "loss_weight=... (a function of the batch)"
@@ -285,6 +285,12 @@ def ratios_seen(
         if ratios and not rule.counts_all and not rule.is_sum:
             found[rule.name] = frozenset(ratios)
     return found
+
+
+def common_ratios(found: Sequence[Mapping[str, frozenset[float]]]) -> dict[str, frozenset[float]]:
+    """Return the ratios that were seen on all replicas, from `ratios_seen` of each."""
+    names = set(found[0]).intersection(*found)
+    return {name: frozenset.intersection(*(ratios[name] for ratios in found)) for name in names}
 
 
 def _are_proportional(pairs: Sequence[tuple[float, float]]) -> bool:

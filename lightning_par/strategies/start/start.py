@@ -39,6 +39,7 @@ from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
+from lightning_par.strategies.start.padding import PaddingLook
 from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.world_size import compares_world_sizes
@@ -91,6 +92,7 @@ class RunStart:
         # One look for all replicas: it holds the state of the run's rule.
         given = weigher, steps.form, decisions, steps.count, has_values
         self._first_look = FirstLook(module, mesh, layout, *given)
+        self._padding = PaddingLook(module, mesh, weigher, self._first_look.tolerance)
         self.is_over, self._has_begun = False, False
         self._end_of_run = EndOfRun(module, steps.weigher, self._first_look)
         self._divided_look: DividedLook | None = None
@@ -102,6 +104,7 @@ class RunStart:
         self._met = dict[Any, EvaluationStep]()
         # From here on the runner asks this object; it holds no other reference to the start.
         steps.form.again = self._look_again
+        steps.form.look_at_padding = self._look_at_padding
         steps.looks = self
 
     def before_batch(self, context: StepContext, args: Sequence[Any]) -> None:
@@ -162,8 +165,18 @@ class RunStart:
             at_end = partial(looks.look, few, found, count, partial(run, size=0))
             # After the look at the first step, with which it is compared.
             self._end_of_run.look(at_end, lambda: steps.weigher.weigh(*steps.cut(batch)))
+            is_first = steps.form.has_to_stay and looks.looks == 1
+            steps.weigher.compares_lengths |= is_first and steps.random.draws_more
+            if steps.weigher.compares_lengths and steps.mesh.sizes.data > 1:
+                self._padding.check(batch, found, run, draws=steps.random.draws_more)
             self._end_look()
         self.is_over = looks.is_over
+
+    def _look_at_padding(self) -> None:
+        """Look whether padding weighs in the loss of the present batch."""
+        context, args, dims, _ = self.steps.begun
+        run = partial(self._look, "training_step", context, args[1:], size=0)
+        self._padding.check(args[0], dims, run, draws=self.steps.random.draws_more)
 
     def _look_again(self) -> None:
         """Look at the step of the present batch once more, as its loss has a new form."""

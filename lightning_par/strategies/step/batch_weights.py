@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.engine.batch import batch_entry, count_valid, has_entry
+from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.errors import PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -81,6 +82,8 @@ class BatchWeights:
         fills: Whether this replica repeats a sample of another one, which counts nowhere.
         context_group: Ranks that see other tokens of the same samples; None: this one sees all.
         counts: What the rule of the loss gives for each micro-batch; None: nobody asked.
+        differs: Whether replicas have batches of other lengths, a flag on the device; None: nobody
+            asked.
     """
 
     scales: tuple[Tensor, ...]
@@ -96,6 +99,7 @@ class BatchWeights:
     fills: bool = False
     context_group: dist.ProcessGroup | None = None
     counts: Tensor | None = None
+    differs: Tensor | None = None
 
     @property
     def own(self) -> Tensor:
@@ -224,6 +228,12 @@ def sum_of_entry(path: str, batch: Any, samples: int) -> Tensor:
     return torch.as_tensor(batch_entry(batch, path)).sum(dtype=torch.float64)
 
 
+def row_length(batch: Any) -> int:
+    """Return the number of entries in a row of all tensors [B, T, ...] of a batch."""
+    held = [tensor for tensor in tensors_of(batch) if tensor.ndim >= 2 and tensor.shape[0]]
+    return sum(tensor.numel() // tensor.shape[0] for tensor in held)
+
+
 def entries_unlike(path: str, value: int, shift: int, batch: Any) -> Tensor:
     """Return where the entry at `path` differs from `value`, without its first `shift` columns."""
     entry: Tensor = batch_entry(batch, path) if path else batch
@@ -265,6 +275,7 @@ class BatchWeigher:
         by_samples: Names of those that are means over the samples, as the loss is not.
         judged: Names of those of which it is known, or was said that it is not.
         fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
+        compares_lengths: Whether to compare the lengths of the batches of the replicas.
     """
 
     def __init__(self, mesh: ParallelMesh, rule: LossRule) -> None:
@@ -274,7 +285,7 @@ class BatchWeigher:
         self.sums: frozenset[str] = frozenset()
         self.by_samples: frozenset[str] = frozenset()
         self.judged: frozenset[str] = frozenset()
-        self.fills = False
+        self.fills, self.compares_lengths = False, False
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type
         self._data_group = mesh.data_group
@@ -356,17 +367,11 @@ class BatchWeigher:
             counts = counts.pin_memory().to(self._device_type, non_blocking=True)
         if self.fills:
             counts = torch.zeros_like(counts)
-        counted, replica = None, counts
+        replica = counts
         if self._context_group is not None:
             replica = counts.clone()
             dist.all_reduce(replica, group=self._context_group)
-        total = replica.sum()
-        # Both sums in one message, as its latency is what it costs.
-        if self._replicas > 1:
-            own = 0.0 if self.fills else float(sum(samples))
-            sums = torch.stack([total, torch.full_like(total, own)])
-            dist.all_reduce(sums, group=self._data_group)
-            total, counted = sums[0], sums[1]
+        total, counted, differs = self._over_replicas(replica.sum(), sum(samples), microbatches[0])
         # If nothing in the global batch counts, all weights are 0, and not NaN.
         valid = torch.where(total > 0, total, 1)
         # FSDP takes the mean over these ranks, which the factor `ranks` undoes:
@@ -388,7 +393,24 @@ class BatchWeigher:
             fills=self.fills,
             context_group=self._context_group,
             counts=counts,
+            differs=differs,
         )
+
+    def _over_replicas(
+        self, total: Tensor, samples: int, part: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the weight of the global batch, its samples, and whether lengths differ."""
+        if self._replicas == 1:
+            return total, None, None
+        numbers = [0.0 if self.fills else float(samples)]
+        if self.compares_lengths:
+            numbers += [float(row_length(part)), float(row_length(part) ** 2)]
+        # In one message, as its latency is what it costs.
+        sums = torch.stack([total, *(torch.full_like(total, number) for number in numbers)])
+        dist.all_reduce(sums, group=self._data_group)
+        # Equal numbers have the square of their mean as the mean of their squares.
+        differs = sums[3] * self._replicas > sums[2].square() if self.compares_lengths else None
+        return sums[0], sums[1], differs
 
     def _zero(self, counts: Tensor, known: frozenset[int] | None) -> frozenset[int]:
         """Return the numbers of the micro-batches that weigh nothing."""

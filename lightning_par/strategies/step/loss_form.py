@@ -126,6 +126,7 @@ class FormWatch:
 
     Attributes:
         again: Looks at the step of the present batch once more, on every rank.
+        look_at_padding: Looks whether padding weighs in the loss of that batch, on every rank.
         reads_factors: Whether a term of the loss had the factor 0, and may get another one.
         is_new: Whether the loss of this rank has a form that was not looked at.
         watches: Whether the loss of the present batch can be looked at.
@@ -135,11 +136,13 @@ class FormWatch:
 
     def __init__(self, device: torch.device) -> None:
         self.again: Callable[[], None] = lambda: None
+        self.look_at_padding: Callable[[], None] = lambda: None
         self.reads_factors = False
         self.is_new, self.watches, self.has_to_stay = False, True, False
         self.confirms: Confirmed | None = None
         self._device, self._known = device, set[Hashable]()
         self._is_other: Tensor | None = None
+        self._differs: Tensor | None = None
 
     def see(self, loss: Tensor, samples: int, weights: BatchWeights | None, index: int = 0) -> None:
         """Note the form of the loss of a batch, or of its first micro-batch; and of each whether it
@@ -153,6 +156,8 @@ class FormWatch:
         """
         if loss.grad_fn is None:
             return
+        if not index and weights is not None:
+            self._differs = weights.differs
         if self.confirms is not None and weights is not None and weights.counts is not None:
             self._confirm(self.confirms, loss, weights.counts[index])
         if not index:
@@ -177,15 +182,15 @@ class FormWatch:
         """Return a loss, or NaN where all ranks have to be told that something is wrong with it."""
         if self.is_new:
             return torch.full_like(loss, torch.nan)
-        if self._is_other is None:
-            return loss
-        return torch.where(self._is_other.to(loss.device), torch.nan, loss)
+        for flag in (self._is_other, self._differs):
+            loss = loss if flag is None else torch.where(flag.to(loss.device), torch.nan, loss)
+        return loss
 
     def end(self, *, is_judged: bool) -> None:
         """Forget what was noted of a step; warn of it if nobody has judged the step."""
         if self.is_new or (not is_judged and self._is_other is not None and self._is_other):
             self._warn()
-        self.is_new, self._is_other = False, None
+        self.is_new, self._is_other, self._differs = False, None, None
 
     def _see_form(self, loss: Tensor, samples: int) -> None:
         # Forms that follow the data never settle; each new one costs a look at the step.
@@ -216,14 +221,14 @@ class FormWatch:
             ConfigurationError: On every rank, if the loss of any is a mean over another number than
                 its batch weighs.
 
-        **Communicates**: one all-reduce of two numbers over all ranks; then what `again` does.
+        **Communicates**: one all-reduce of three numbers over all ranks; then what `again` does.
         """
         # Every rank votes, as only those that met the new form know of it.
-        other = self._is_other is not None and bool(self._is_other)
-        found = torch.tensor([self.is_new, other], device=self._device, dtype=torch.float32)
+        flags = [flag is not None and bool(flag) for flag in (self._is_other, self._differs)]
+        found = torch.tensor([self.is_new, *flags], device=self._device, dtype=torch.float32)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        is_new, is_other = map(bool, found.tolist())
-        self.is_new, self._is_other = False, None
+        is_new, is_other, differs = map(bool, found.tolist())
+        self.is_new, self._is_other, self._differs = False, None, None
         if is_other:
             assert self.confirms is not None
             raise ConfigurationError(
@@ -235,6 +240,8 @@ class FormWatch:
                 "function of the batch that returns over how many the loss is the mean, "
                 "BatchLayout(loss_weight=...). Nothing of this step was kept.",
             )
+        if differs:
+            self.look_at_padding()
         if is_new:
             self.again()
-        return is_new
+        return is_new or differs

@@ -260,6 +260,11 @@ class StepRandom:
         """Whether the step drew any numbers in a look that was judged."""
         return not self._is_silent
 
+    @property
+    def draws_more(self) -> bool:
+        """Whether the step draws other numbers than those of dropout."""
+        return self._draws_whole
+
     def refuse(self, error: LightningParError) -> bool:
         """Note what `judge` then raises on every rank, also on those where the step did not fail.
 

@@ -71,6 +71,52 @@ def weights_from_a_generator_of_the_step(cured: bool) -> Any:
     return Module(), token_pairs(), collate
 
 
+def _padded(longest: int | None = None) -> Any:
+    """A collate function that pads rows to the longest of them, or to one length, with zeros."""
+
+    def collate(samples: Any) -> list[Tensor]:
+        size = longest or max(len(x) for x, _ in samples)
+        return stack([[F.pad(row, (0, size - len(row))) for row in pair] for pair in samples])
+
+    return collate
+
+
+def _ragged_pairs() -> list[Any]:
+    sizes = [4 + 5 * index % 9 for index in range(32)]
+    return [(x[:size], y[:size]) for (x, y), size in zip(token_pairs(), sizes, strict=True)]
+
+
+class _RegressesTokens(PlainModule):
+    batch = BatchLayout()
+    leaves_padding_out = False
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        errors = (self.net(x).mean(-1) - y / 64).square()
+        weights = (x > 0).to(errors.dtype) if self.leaves_padding_out else torch.ones_like(errors)
+        return (errors * weights).sum() / weights.sum()
+
+
+@CURES.add("LP327", r"padding weighs in the loss.*pad all batches to one length", "zero3")
+def padding_of_other_lengths(cured: bool) -> Any:
+    return _RegressesTokens(), _ragged_pairs(), _padded(12 if cured else None)
+
+
+@CURES.add("LP327", r"padding weighs in the loss.*a mask by whose sum it is divided", "zero1")
+def padding_in_a_mean(cured: bool) -> Any:
+    module = _RegressesTokens()
+    module.leaves_padding_out = cured
+    return module, _ragged_pairs(), _padded()
+
+
+@CURES.add("LP327", r"padding weighs in the loss.*pad all batches to one length", "zero1")
+def padding_that_comes_later(cured: bool) -> Any:
+    """The first batch has rows of one length."""
+    pairs = _ragged_pairs()
+    pairs[:8] = token_pairs()[:8]
+    return _RegressesTokens(), pairs, _padded(12 if cured else None)
+
+
 class Pairs(Dataset[Any]):
     """Samples with a number that is drawn when they are asked for."""
 

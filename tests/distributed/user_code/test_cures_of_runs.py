@@ -1,5 +1,6 @@
 """What a mesh refuses of the time and place at which a run does something, and its cures."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -29,6 +30,58 @@ def the_number_of_replicas_for_a_learning_rate(cured: bool) -> nn.Module:
             mesh = getattr(self.trainer.strategy, "mesh", None)
             replicas = 1 if mesh is None else mesh.sizes.data
             self.lr = 0.5 if replicas in (1, 2) else 0.0
+
+    return Module()
+
+
+class Distills(PlainModule):
+    """Is trained towards a copy of itself as it was at first."""
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.made = made
+        if made == "init":
+            self.copy()
+
+    def copy(self) -> None:
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def setup(self, stage: str) -> None:
+        if self.made == "setup":
+            self.copy()
+
+    def on_fit_start(self) -> None:
+        if self.made == "fit":
+            self.copy()
+
+    def loss(self, batch: Any) -> Tensor:
+        logits, wanted = self.net(batch[0]), self.teacher(batch[0])
+        return super().loss(batch) + (logits - wanted).square().mean()
+
+
+@CURES.add("LP328", r"Copy it before the mesh takes it over, as in __init__ or setup", "zero3")
+def a_teacher_that_is_copied_on_the_mesh(cured: bool) -> nn.Module:
+    return Distills("init" if cured else "fit")
+
+
+@CURES.add("LP328", r"Copy it before the mesh takes it over, as in __init__ or setup", "zero1")
+def a_teacher_that_is_copied_in_setup(cured: bool) -> nn.Module:
+    return Distills("setup" if cured else "fit")
+
+
+@CURES.add("LP328", r"or copy its weights alone, .name: w\.detach\(\)\.clone", "zero1")
+def weights_that_are_copied_on_the_mesh(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_fit_start(self) -> None:
+            if cured:
+                self.first = {n: w.detach().clone() for n, w in self.net.named_parameters()}
+            else:
+                self.first = dict(copy.deepcopy(self.net).named_parameters())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                for name, weight in self.net.named_parameters():
+                    weight.lerp_(self.first[name], 0.1)
 
     return Module()
 
