@@ -24,7 +24,21 @@ from lightning_par.strategies.step.step_traces import NOT_OF_PARTS, SAME_KIND
 from lightning_par.upstream.pytree import tree_leaves
 from lightning_par.upstream.torchmetrics import last_batch_value, set_update_count
 
-__all__ = ["OF_METRIC", "LookAtMetrics", "MetricsOfBatch", "bind_metrics", "compare_metrics"]
+__all__ = [
+    "OF_METRIC",
+    "LookAtMetrics",
+    "MetricsOfBatch",
+    "bind_metrics",
+    "compare_metrics",
+    "is_plain_metric",
+]
+
+
+def is_plain_metric(module: nn.Module) -> bool:
+    """Return whether a module is a metric without parameters, which has nothing to gather. Metrics
+    are copied while a run goes on.
+    """
+    return isinstance(module, Metric) and next(module.parameters(), None) is None
 
 
 def bind_metrics(

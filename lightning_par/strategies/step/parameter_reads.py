@@ -39,6 +39,7 @@ from lightning_par.strategies.step.absent_parameter import (
     module_refusal,
     Refusals,
 )
+from lightning_par.strategies.step.metrics import is_plain_metric
 from lightning_par.upstream.tensor import count_of_changes, UNSAVED_BUFFERS
 
 __all__ = ["ParameterReads", "called_by_steps", "describe_tensors"]
@@ -494,5 +495,5 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _callable_children(child)
-        elif not isinstance(child, StageStub):
+        elif not isinstance(child, StageStub) and not is_plain_metric(child):
             yield child
