@@ -235,7 +235,9 @@ STEPS: dict[str, dict[str, str]] = {
         "data_parallel_size=1": ONE,
     },
     "LP328": {
-        "copy it in __init__": "cures_of_runs::a_teacher_that_is_copied_on_the_mesh",
+        "copy it in __init__": """
+            cures_of_runs::a_teacher_that_is_copied_on_the_mesh
+            cures_of_runs::a_teacher_that_is_copied_under_a_pipeline""",
         "copy it in setup": "cures_of_runs::a_teacher_that_is_copied_in_setup",
         "copy its weights alone": "cures_of_runs::weights_that_are_copied_on_the_mesh",
     },

@@ -14,6 +14,19 @@ HEADS = ("your code", "your model", "you do")
 pytestmark = pytest.mark.contract
 
 PROOFS: dict[str, str] = {
+    "`copy.deepcopy` of a module in a hook of the run": """
+        cures_of_runs::a_teacher_that_is_copied_on_the_mesh
+        cures_of_runs::a_teacher_that_is_copied_in_setup
+        cures_of_runs::a_teacher_that_is_copied_under_a_pipeline""",
+    "labels that the step masks or chooses, an `ignore_index` in the call, a count it divides by, "
+    "class weights": """
+        made_labels::a_copy_that_is_masked_in_place made_labels::tokens_that_a_condition_chooses
+        made_labels::a_padding_token_that_the_call_ignores made_labels::a_bounded_divisor
+        made_labels::class_weights_in_a_buffer made_labels::a_mask_that_depends_on_a_value
+        made_labels::labels_that_are_drawn made_labels::labels_masked_by_a_schedule""",
+    "rows padded to the longest of a batch": """
+        losses::padded_labels_that_nobody_declared cures_in_data::padding_of_other_lengths
+        cures_in_data::padding_that_comes_later""",
     # Parameters, gradients, optimizers
     "reads weights in the step: L2 terms, norms, penalties": """
         parameters::sum_of_squares parameters::norm_of_all_weights_in_one

@@ -69,6 +69,23 @@ def a_teacher_that_is_copied_in_setup(cured: bool) -> nn.Module:
     return Distills("setup" if cured else "fit")
 
 
+@CURES.add("LP328", r"Copy it before the mesh takes it over, as in __init__ or setup", "pp2")
+def a_teacher_that_is_copied_under_a_pipeline(cured: bool) -> nn.Module:
+    class Module(Distills):
+        """Its teacher averages the weights, and nothing is computed with it."""
+
+        def loss(self, batch: Any) -> Tensor:
+            return PlainModule.loss(self, batch)
+
+        @torch.no_grad()
+        def on_train_batch_end(self, *_: Any) -> None:
+            for mine, weight in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(weight, 0.1)
+            self.lr = float(sum(mine.square().sum() for mine in self.teacher.parameters()))
+
+    return Module("init" if cured else "fit")
+
+
 @CURES.add("LP328", r"or copy its weights alone, .name: w\.detach\(\)\.clone", "zero1")
 def weights_that_are_copied_on_the_mesh(cured: bool) -> nn.Module:
     class Module(PlainModule):

@@ -176,6 +176,25 @@ def a_mask_that_depends_on_a_value() -> Any:
     return of_labels(labels)
 
 
+@CASES.add(refused={"pp2 zero3": r"draw in the dataset or collate_fn instead.*LP309"})
+def labels_that_are_drawn() -> Any:
+    def labels(batch: Any) -> Tensor:
+        hidden = torch.rand(batch["y"].shape, device=batch["y"].device) < 0.6
+        return batch["y"].masked_fill(hidden, -100)
+
+    return of_labels(labels)
+
+
+@CASES.add(refused={"pp2 zero3": r"in the first step the loss is the mean over the labels.*LP309"})
+def labels_masked_by_a_schedule() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            wanted = batch["y"].masked_fill(batch["y"] % (3 + self.global_step) == 0, -100)
+            return F.cross_entropy(self.net(batch["x"]).flatten(0, 1), wanted.flatten())
+
+    return Module(), rows()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equals_one_process_or_is_refused(case: str, layout: str, refusal: str | None) -> None:
     CASES.check(case, layout, refusal)
