@@ -29,6 +29,7 @@ from lightning_par.strategies.start.loss_rule import (
     choose_rule,
     errors_of,
     refusal_of_loss,
+    refusal_of_uncounted,
 )
 from lightning_par.strategies.start.own_outputs import (
     check_tensor_ranks,
@@ -224,7 +225,7 @@ class FirstLook:
             found = self._agree(self._finding(rules, seen, parts, is_random, count))
             is_random = found.is_random
             if is_whole and not found.seen and self._layout.labels is None:
-                raise ConfigurationError("LP309", self._uncounted())
+                raise ConfigurationError("LP309", refusal_of_uncounted(self._layout))
             found = self._told_better(rules, found, (batch, parts[0][0]), dims, microbatches, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
@@ -406,25 +407,36 @@ class FirstLook:
             # Of a part nothing may count, as where a mask is drawn; more samples may tell.
             halved = tried([0, 1, 2, 3], [0, 1], [2, 3])
             return found if halved is None else replace(halved, samples=found.samples)
-        if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
-            return self._crossed(rules, found, batches[1], dims, run)
+        if found.samples >= 4 and not found.seen:
+            # In the order of the halves: a step that draws for the samples gives each its numbers.
+            if found.samples // microbatches >= 2:
+                others = [([0, 2, 1, 3], [0, 2], [1, 3])]
+                return self._crossed(rules, found, batches[1], dims, run, others)
+            others = [([row, row + 1], [row], [row + 1]) for row in range(3)]
+            return self._crossed(rules, found, batches[0], dims, run, others)
         return found
 
     def _crossed(
-        self, rules: Sequence[LossRule], found: _Finding, four: Any, dims: BatchDims, run: RunParts
+        self,
+        rules: Sequence[LossRule],
+        found: _Finding,
+        batch: Any,
+        dims: BatchDims,
+        run: RunParts,
+        others: Sequence[tuple[list[int], ...]],
     ) -> _Finding:
-        """Return what was found on four samples and two halves of them, with the errors of other
-        halves: a choice among samples (`topk`) may give the same by chance.
+        """Return what was found on some samples and two parts of them, with the errors of other
+        samples: one choice (`topk`, tokens that count) may give the same by chance.
         """
-        # In the order of the halves: a step that draws for the samples gives each its numbers.
-        orders = ([0, 2, 1, 3], [0, 2], [1, 3])
-        parts = [(take_samples(four, dims, rows), len(rows)) for rows in orders]
-        seen, is_random = run(parts)
-        other = self._agree(self._finding(rules, seen, parts, is_random))
-        if not (_is_told(found) and _is_told(other)):
-            return found
-        errors = {n: max(e, other.errors.get(n, 0.0)) for n, e in found.errors.items()}
-        return replace(found, errors=errors, is_random=found.is_random or is_random)
+        for other in others:
+            parts = [(take_samples(batch, dims, rows), len(rows)) for rows in other]
+            seen, is_random = run(parts)
+            more = self._agree(self._finding(rules, seen, parts, is_random))
+            if not (_is_told(found) and _is_told(more)):
+                return found
+            errors = {n: max(e, more.errors.get(n, 0.0)) for n, e in found.errors.items()}
+            found = replace(found, errors=errors, is_random=found.is_random or is_random)
+        return found
 
     def _contrast(
         self,
@@ -480,9 +492,7 @@ class FirstLook:
             rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
             source = f"{source}; {rest} the samples alike so far"
         self._decisions.add("loss", weigher.rule.name, source)
-        rule, told = weigher.rule, ratios.get(weigher.rule.name)
-        given = rule.name, told, bool(rule.labels) or not rule.is_made
-        self._form.confirms = Confirmed(*given) if told else None
+        self._form.confirms = Confirmed.of(weigher.rule, ratios.get(weigher.rule.name))
 
     def judge_logs(
         self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
@@ -583,16 +593,6 @@ class FirstLook:
         if precision.endswith("16-true"):
             return 2e-2  # the losses themselves are rounded to bfloat16
         return 5e-3 if "16" in precision else 2e-5
-
-    def _uncounted(self) -> str:
-        return (
-            f"BatchLayout(whole={self._layout.whole!r}) declares that no entry of the batch has a "
-            f"batch dim, so that nothing tells what the loss of each of {self._mesh.sizes.data} "
-            "replicas weighs in that of all. Declare it beside: loss_weight='samples' if every "
-            "batch weighs alike, 'sum' if losses are added, or loss_weight=lambda batch: ..., "
-            "which returns of how many samples, or labels, the loss of a batch is the mean. No "
-            "weight was changed."
-        )
 
 
 def _is_told(found: _Finding) -> bool:

@@ -39,6 +39,7 @@ __all__ = [
     "choose_rule",
     "errors_of",
     "refusal_of_loss",
+    "refusal_of_uncounted",
     "rule_error",
     "rule_of_labels",
 ]
@@ -323,4 +324,15 @@ def refusal_of_loss(
         "sync_grads=True), declare loss_weight='samples', and use one micro-batch. If the step "
         "draws from a generator of its own, draw in the dataset or collate_fn instead. "
         f"Otherwise use {' and '.join(cure)}. No weight was changed."
+    )
+
+
+def refusal_of_uncounted(layout: BatchLayout) -> str:
+    """Return what to say of batches of which nothing tells what they weigh in the loss."""
+    return (
+        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch dim, "
+        "so that nothing tells what the loss of each replica weighs in that of all. Declare it "
+        "beside: loss_weight='samples' if every batch weighs alike, 'sum' if losses are added, or "
+        "loss_weight=lambda batch: ..., which returns of how many samples, or labels, the loss of "
+        "a batch is the mean. No weight was changed."
     )

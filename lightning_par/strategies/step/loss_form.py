@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.step.batch_weights import BatchWeights
+from lightning_par.strategies.step.batch_weights import BatchWeights, LossRule
 
 __all__ = ["Confirmed", "FormWatch", "form_of"]
 
@@ -116,6 +116,12 @@ class Confirmed:
     rule: str
     ratios: frozenset[float]
     of_labels: bool
+
+    @classmethod
+    def of(cls, rule: LossRule, ratios: frozenset[float] | None) -> "Confirmed | None":
+        """Return how steps confirm a rule whose ratios were seen; None: no step can."""
+        is_of_labels = rule.labels is not None or not rule.is_made
+        return cls(rule.name, ratios, is_of_labels) if ratios else None
 
 
 class FormWatch:

@@ -176,6 +176,23 @@ def a_mask_that_depends_on_a_value() -> Any:
     return of_labels(labels)
 
 
+@CASES.add(refused={"pp2 zero3": r"neither the mean over the samples.*LP309"})
+def rows_that_count_alike_by_chance() -> Any:
+    """The samples that are looked at first: others tell."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            losses = F.cross_entropy(self.net(x).transpose(1, 2), y, reduction="none")
+            counts = y != PAD
+            return losses.mean() if counts.all() else (losses * counts).sum() / counts.sum()
+
+    samples = [(row["x"], row["y"]) for row in rows()]
+    for first in range(0, len(samples), 8):
+        samples[first : first + 8 : 7] = [samples[first]] * 2
+    return Module(), samples
+
+
 @CASES.add(refused={"pp2 zero3": r"draw in the dataset or collate_fn instead.*LP309"})
 def labels_that_are_drawn() -> Any:
     def labels(batch: Any) -> Tensor:
