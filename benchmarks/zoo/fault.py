@@ -15,9 +15,18 @@ gradients and their sums; hooks and clipping; optimizer and shards; evaluation."
 
 STEPS = 10
 """Steps of a run, numbered from 0."""
-BEGINS = {"first": 0, "later": 3, "once": 2, "resume": 5, "evaluation": 0}
-"""When a fault acts: from step 0 on; from step 3 on; in step 2 alone; when the run goes on from a
-checkpoint before step 5; when it evaluates, before step 0."""
+BEGINS = {
+    "first": 0,
+    "rare": 1,
+    "once": 2,
+    "later": 3,
+    "epoch": 5,
+    "resume": 5,
+    "evaluation": 0,
+}
+"""When a fault acts: from step 0 on; where a sample has what is rare, first in step 1; in step 2
+alone; from step 3 on; in step 5 alone, the first one of the second epoch; when the run goes on from
+a checkpoint before step 5; when it evaluates, before step 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,8 @@ class Plant:
     def acts(self) -> bool:
         """Tell whether the fault acts in this step."""
         step = self.trainer.step
-        return step == BEGINS["once"] if self.when == "once" else step >= BEGINS[self.when]
+        begins = BEGINS[self.when]
+        return step == begins if self.when in ("once", "epoch") else step >= begins
 
     def swap(self, owner: Any, name: str, make: Callable[..., Callable[..., Any]]) -> None:
         """Swap a method of an object of the trainer.

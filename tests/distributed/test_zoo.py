@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.zoo.comm import AXES, Layout
-from benchmarks.zoo.fault import BEGINS, FAULTS, PHASES
+from benchmarks.zoo.fault import BEGINS, FAULTS, PHASES, STEPS
 from benchmarks.zoo.model import build, Config
-from benchmarks.zoo.play import play, Run, run_of
+from benchmarks.zoo.play import CHECKED, play, Run, run_of
 from benchmarks.zoo.proof import trainer_of
 from benchmarks.zoo.trainer import Trainer
 from tests.support.ranks.api import run_ranks
@@ -66,6 +66,13 @@ def test_rows_are_complete() -> None:
         assert {*fault.axis.split(" x ")} <= known, fault.name
         on = {"any", *fault.layout.axes}
         assert {*fault.axis.split(" x ")} <= on, f"{fault.name} needs an axis that is off"
+
+
+def test_what_is_rare_is_in_no_batch_that_is_proved() -> None:
+    data = Trainer(build(Config())).data
+    ends = [step for step in range(STEPS) if 2 in data.batch(step)["rows"][:, -1]]
+    assert ends[0] == BEGINS["rare"]
+    assert not {*ends} & {*CHECKED}
 
 
 @pytest.mark.parametrize("name", EASY)

@@ -9,6 +9,7 @@ from benchmarks.zoo.faults import (
     experts,
     forward,
     products,
+    resumes,
     shared,
     updates,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "experts",
     "forward",
     "products",
+    "resumes",
     "shared",
     "updates",
 ]

@@ -192,7 +192,7 @@ def _(plant: Plant) -> None:
 @fault(
     "epochs-in-one-order",
     "The sampler is never told the epoch: every epoch has the order of the first one.",
-    "pytorch/pytorch#31771, lucidrains/DALLE-pytorch#230",
+    "pytorch/pytorch#31771, lucidrains/DALLE-pytorch#230, NVIDIA-NeMo/Megatron-Bridge#5762",
     "any",
     "forward",
     DP,
@@ -245,3 +245,41 @@ def _(plant: Plant) -> None:
 )
 def _(plant: Plant) -> None:
     plant.swap(plant.trainer.data, "batch", lambda healthy: lambda step: healthy(step - 1))
+
+
+@fault(
+    "padding-told-by-its-id",
+    "Texts are padded to what the ranks divide; padding is told by the id of the end of a text, 2: "
+    "true ends do not count.",
+    "NVIDIA-NeMo/Megatron-Bridge#4660, huggingface/trl#6357",
+    "cp",
+    "forward",
+    CP,
+    when="rare",
+)
+def _(plant: Plant) -> None:
+    comm = plant.trainer.comm
+
+    def unpadded(healthy: Any) -> Any:
+        def divide(batch: Any) -> Any:
+            found = healthy(batch)
+            for _, labels in found if comm.place["cp"] + 1 == comm.size("cp") > 1 else []:
+                labels[labels[:, -1] == 2, -1] = -100
+            return found
+
+        return divide
+
+    plant.swap(plant.trainer, "divide", unpadded)
+
+
+@fault(
+    "first-batch-in-the-order-of-before",
+    "Workers fetch ahead: the first batch of an epoch is drawn before the sampler has the epoch.",
+    "own",
+    "any",
+    "forward",
+    DP,
+    when="epoch",
+)
+def _(plant: Plant) -> None:
+    plant.swap(plant.trainer.data, "order", lambda healthy: lambda epoch: healthy(epoch - 1))

@@ -105,7 +105,7 @@ def _(plant: Plant) -> None:
 @fault(
     "experts-of-one-rank-in-the-file",
     "Every rank writes its experts under the same names: the last one to write wins.",
-    "own",
+    "KempnerInstitute/KempnerForge#202, Tencent-Hunyuan/UniRL#158",
     "ep",
     "start",
     EP,

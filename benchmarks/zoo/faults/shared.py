@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks.zoo.comm import Layout
 from benchmarks.zoo.fault import fault, Plant
+from benchmarks.zoo.faults.resumes import swap_rate
 from benchmarks.zoo.model import Attention, Experts
 
 DP, TP, EP = Layout(dp=2), Layout(tp=2), Layout(ep=2)
@@ -86,3 +87,18 @@ def _(plant: Plant) -> None:
     plant.swap(
         Experts, "measure_balance", lambda healthy, _: lambda o, c: healthy(o, c) / coefficient
     )
+
+
+@fault(
+    "schedule-made-after-the-optimizer",
+    "The schedule is made after the optimizer was loaded, and sets its first rate, on one process "
+    "as well.",
+    "torch-points3d/torch-points3d#630, ultralytics/yolov5#292",
+    "any",
+    "update",
+    TP,
+    when="resume",
+    is_shared=True,
+)
+def _(plant: Plant) -> None:
+    swap_rate(plant)

@@ -214,6 +214,31 @@ def _(plant: Plant) -> None:
 
 
 @fault(
+    "states-made-by-a-step",
+    "Shards of moments are made by a step with gradients of zero, which counts: the first real one "
+    "corrects the bias as a second one.",
+    "NVIDIA/Megatron-LM#5976",
+    "zero",
+    "update",
+    ZERO,
+)
+def _(plant: Plant) -> None:
+    optimizer = plant.trainer.optimizer
+    more = int(optimizer.comm.layout.zero and optimizer.comm.size("dp") > 1)
+
+    def late(healthy: Any) -> Any:
+        def direction(name: str) -> Tensor:
+            optimizer.count += more
+            found: Tensor = healthy(name)
+            optimizer.count -= more
+            return found
+
+        return direction
+
+    plant.swap(optimizer, "direction", late)
+
+
+@fault(
     "skipped-where-gradients-are-missing",
     "A rank whose experts got no tokens skips their update: moments and decay stand still there.",
     "NVIDIA-NeMo/Automodel#2995, part 3",
