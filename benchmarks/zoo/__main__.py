@@ -3,7 +3,8 @@
 python -m benchmarks.zoo [--only TEXT] [--report FILE] [--typed]
 
 Prints a row for each fault, then the score of each checker with its false alarms on 40 healthy
-runs. `--report` also writes the counts of each phase, of which docs/drawing/draw_zoo.py draws.
+runs, its time and its memory. `--report` also writes the counts of each phase, of which
+docs/drawing/draw_zoo.py draws.
 """
 
 import argparse
@@ -36,7 +37,8 @@ def main() -> None:
             rows.append(trials.try_fault(number))
             print(rows[-1], flush=True)
     alarms = {} if given.only else trials.try_healthy()
-    print(f"\n{score_table(rows, alarms)}")
+    memory = {} if given.only else trials.measure_memory()
+    print(f"\n{score_table(rows, alarms, memory)}")
     missed = [row.fault.name for row in rows if row.found["proof"] is None]
     print(f"\nnot found by the proof: {', '.join(missed) or 'none'}")
     wrong = [row.fault.name for row in rows if row.found["proof"] and not row.is_blamed("proof")]

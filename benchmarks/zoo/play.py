@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,11 +14,14 @@ from benchmarks.zoo.model import build, Config
 from benchmarks.zoo.proof import prove, trainer_of, Verdict
 from benchmarks.zoo.trace import compare_traces
 from benchmarks.zoo.trainer import Trainer
+from lightning_par.observe.live_bytes import LiveBytes
 
-__all__ = ["CHECKED", "Outcome", "Run", "play", "run_of"]
+__all__ = ["CHECKED", "WATCHING", "Outcome", "Run", "play", "play_counted", "run_of"]
 
 CHECKED = (0, 4, 8)
 """Steps that the proof and the trace check; the first step after a resume comes on top."""
+WATCHING = ("first", "proof", "trace", "invariants")
+"""Checkers that watch a run; "first" is the proof of the first step alone."""
 T = TypeVar("T")
 
 
@@ -84,7 +87,12 @@ class Outcome:
 
 
 def play(
-    rank: int, world: int, run: Run, number: int | None, learned: list[Learned] | None, checks: bool
+    rank: int,
+    world: int,
+    run: Run,
+    number: int | None,
+    learned: list[Learned] | None,
+    checks: Sequence[str],
 ) -> Outcome:
     """Train on one rank.
 
@@ -94,14 +102,21 @@ def play(
         run: What is trained.
         number: Of the fault in `FAULTS`; None: none.
         learned: What a healthy run has shown on each rank; None: it is learned now.
-        checks: Whether the checkers watch.
+        checks: Those of `WATCHING` that watch.
     """
     warnings.simplefilter("ignore")
     fault = None if number is None else FAULTS[number]
-    player = _Player(run, fault, Watcher(learned[rank] if learned else None))
+    player = _Player(run, fault, Watcher(learned[rank] if learned else None), checks)
     for step in range(STEPS):
-        player.take_step(step, checks)
+        player.take_step(step)
     return player.end()
+
+
+def play_counted(rank: int, world: int, *given: Any) -> int:
+    """Train on one rank, as `play`; return the most bytes that its tensors had at once."""
+    with LiveBytes() as alive:
+        play(rank, world, *given)
+    return alive.peak
 
 
 class _Player:
@@ -111,56 +126,86 @@ class _Player:
         run: What is trained.
         fault: That is planted.
         watcher: Of its invariants.
+        checks: Checkers that watch.
     """
 
-    def __init__(self, run: Run, fault: Fault | None, watcher: Watcher) -> None:
-        self._run, self._fault, self._watcher = run, fault, watcher
+    def __init__(
+        self, run: Run, fault: Fault | None, watcher: Watcher, checks: Sequence[str]
+    ) -> None:
+        self._run, self._fault, self._watcher, self._checks = run, fault, watcher, checks
         self._outcome = Outcome()
         self._go_on(Trainer(build(run.config, run.seed)).save())
 
     def _go_on(self, saved: dict[str, Any]) -> None:
-        self._saved = saved
+        self._saved = saved if self._compares else {}  # else it is not needed any more
         self._trainer = trainer_of(self._run.layout, self._run.config, saved, self._fault)
-        self._watcher.attach(self._trainer)
+        if "invariants" in self._checks:
+            self._watcher.attach(self._trainer)
 
-    def take_step(self, step: int, checks: bool) -> None:
+    def take_step(self, step: int) -> None:
         """Take a step, with what comes before it."""
-        outcome, watcher = self._outcome, self._watcher
         resumes = self._run.resumes and step == BEGINS["resume"]
         if resumes:
-            self._resume(checks)
-        if checks and (step in CHECKED or resumes):
-            # With the healthy method: a fault of checkpoints is not one of what is checked here.
-            fresh = resumes or step == 0
-            state = self._saved if fresh else Trainer.save(self._trainer)
-            self._prove(state, "fresh" if fresh else "later")
-            outcome.check("trace", lambda: compare_traces(self._trainer, state, self._fault))
+            self._resume()
+        if self._compares and (step in CHECKED or resumes):
+            self._compare(step, fresh=resumes or step == 0)
         if step == 0:
-            if checks:
-                self._prove(self._saved, "evaluation")
-            metric = outcome.timed("invariants", lambda: watcher.evaluate(self._trainer))
-            outcome.metrics.append(metric)
-        loss = outcome.timed("invariants", lambda: watcher.take_step(self._trainer))
-        outcome.losses.append(loss)
-        outcome.norms.append(self._trainer.norm)
+            self._prove("proof", self._saved, "evaluation")
+            self._outcome.metrics.append(self._evaluate())
+        self._outcome.losses.append(self._train())
+        self._outcome.norms.append(self._trainer.norm)
 
-    def _resume(self, checks: bool) -> None:
+    @property
+    def _compares(self) -> bool:
+        """Whether a checker watches that compares with one process."""
+        return not {"first", "proof", "trace"}.isdisjoint(self._checks)
+
+    def _compare(self, step: int, *, fresh: bool) -> None:
+        """Let the checkers look that compare the next step with one process."""
+        # With the healthy method: a fault of checkpoints is not one of what is checked here.
+        state = self._saved if fresh else Trainer.save(self._trainer)
+        outcome, kind = self._outcome, "fresh" if fresh else "later"
+        if step == 0 and "first" in self._checks:
+            self._prove("first", state, kind)
+            # A proof that goes on has begun with this step.
+            outcome.verdicts["proof"] = outcome.verdicts["first"]
+            outcome.seconds["proof"] = outcome.seconds["first"]
+        else:
+            self._prove("proof", state, kind)
+        if "trace" in self._checks:
+            traced = lambda: compare_traces(self._trainer, state, self._fault)  # noqa: E731
+            outcome.check("trace", traced)
+
+    def _evaluate(self) -> float:
+        watcher, trainer = self._watcher, self._trainer
+        if "invariants" in self._checks:
+            return self._outcome.timed("invariants", lambda: watcher.evaluate(trainer))
+        return float(trainer.evaluate(trainer.data.held_out()))
+
+    def _train(self) -> float:
+        watcher, trainer = self._watcher, self._trainer
+        if "invariants" in self._checks:
+            return self._outcome.timed("invariants", lambda: watcher.take_step(trainer))
+        return trainer.train_step()
+
+    def _resume(self) -> None:
         saved = self._trainer.save()
-        if checks:  # what was written is what the run has
-            self._prove(saved, "fresh")
+        self._prove("proof", saved, "fresh")  # what was written is what the run has
         self._trainer.comm.close()
         self._go_on(saved)
 
-    def _prove(self, state: dict[str, Any], kind: str) -> None:
-        proved = lambda: prove(self._trainer, state, self._fault, kind=kind)  # noqa: E731
-        self._outcome.check("proof", proved)
+    def _prove(self, name: str, state: dict[str, Any], kind: str) -> None:
+        if name in self._checks:
+            proved = lambda: prove(self._trainer, state, self._fault, kind=kind)  # noqa: E731
+            self._outcome.check(name, proved)
 
     def end(self) -> Outcome:
         """Return what came of it."""
         outcome, watcher = self._outcome, self._watcher
-        outcome.verdicts["invariants"] = watcher.verdict
-        outcome.learned = watcher.noted
-        outcome.seconds["run"] = watcher.seconds
-        outcome.seconds["invariants"] -= watcher.seconds
+        if "invariants" in self._checks:
+            outcome.verdicts["invariants"] = watcher.verdict
+            outcome.learned = watcher.noted
+            outcome.seconds["run"] = watcher.seconds
+            outcome.seconds["invariants"] -= watcher.seconds
         self._trainer.comm.close()
         return outcome

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.zoo.fault import Fault, PHASES
+from benchmarks.zoo.play import WATCHING
 from benchmarks.zoo.proof import Verdict
 
 __all__ = ["CHECKERS", "Row", "counts_by_phase", "score_table"]
 
 CHECKERS = {
     "proof": "the proof (`compare`)",
+    "first": "its first step alone",
     "trace": "full trace, as TTrace",
     "invariants": "invariants, as TrainCheck",
     "loss": "loss, 1 % off a reference",
@@ -70,20 +72,23 @@ def _axes(text: str) -> set[str]:
     return set(text.split(" x "))
 
 
-def score_table(rows: Sequence[Row], alarms: Mapping[str, Sequence[str]]) -> str:
+def score_table(
+    rows: Sequence[Row], alarms: Mapping[str, Sequence[str]], memory: Mapping[str, float]
+) -> str:
     """Return the score of each checker, as a table in Markdown.
 
     Args:
         rows: Of all faults.
         alarms: Checker -> healthy runs in which it found something; empty: they were not run.
+        memory: Checker -> peak of a rank's tensors over that without it; likewise.
     """
     early = [row for row in rows if row.fault.when in ("first", "evaluation")]
     late = [row for row in rows if row.fault.when not in ("first", "evaluation")]
     lines = [
         f"| checker | of {len(early)} that act from the start: before the first update, by step "
         f"10 | of {len(late)} that act later | of these, in the step where it begins | blamed "
-        "rightly | false alarms | time, run = 1 |",
-        "|---|---|---|---|---|---|---|",
+        "rightly | false alarms | time, run = 1 | memory, run = 1 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, title in CHECKERS.items():
         at_once = sum(row.is_at_once(name) for row in early)
@@ -99,6 +104,7 @@ def score_table(rows: Sequence[Row], alarms: Mapping[str, Sequence[str]]) -> str
             f"{blamed} of {len(told)} ({_share(blamed, told)})" if told else "names nothing",
             f"{len(alarms[name])} of 40" if alarms else "not run",
             _time(rows, name),
+            _memory(memory, name),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -131,4 +137,12 @@ def _time(rows: Sequence[Row], name: str) -> str:
         for row in rows
         if name in row.seconds and (row.found[name] is None or name == "invariants")
     ]
-    return f"{statistics.median(shares):.1f}" if shares else "a run of one process"
+    if name not in WATCHING:
+        return "a run of one process"
+    return f"{statistics.median(shares):.1f}" if shares else "-"
+
+
+def _memory(memory: Mapping[str, float], name: str) -> str:
+    if name not in WATCHING:
+        return "a run of one process"
+    return f"{memory[name]:.1f}" if memory else "not run"

@@ -1,12 +1,14 @@
 """Runs faults and healthy runs on ranks, and reads curves against those of one process."""
 
 import math
+import statistics
 from dataclasses import replace
 
 from benchmarks.zoo.comm import Layout
 from benchmarks.zoo.fault import FAULTS
 from benchmarks.zoo.healthy import HEALTHY
-from benchmarks.zoo.play import Outcome, play, Run, run_of
+from benchmarks.zoo.invariants import Learned
+from benchmarks.zoo.play import Outcome, play, play_counted, Run, run_of, WATCHING
 from benchmarks.zoo.proof import Verdict
 from benchmarks.zoo.score import CHECKERS, Row
 from tests.support.ranks.api import RankError, run_ranks
@@ -14,6 +16,9 @@ from tests.support.ranks.api import RankError, run_ranks
 __all__ = ["Trials"]
 
 _TIMEOUT = 120
+_LEARNS = ("invariants",)
+_MEASURED = HEALTHY[0:10:2]
+"""Healthy runs in which memory is measured; each has another layout."""
 
 
 class Trials:
@@ -51,15 +56,32 @@ class Trials:
                     alarms[name].append(f"{layout} {options}: {verdict.text or verdict.phase}")
         return alarms
 
+    def measure_memory(self) -> dict[str, float]:
+        """Return for each checker the peak of the tensors of a rank with it over that without it,
+        on the rank where this is most; the median over healthy runs.
+        """
+        shares: dict[str, list[float]] = {name: [] for name in WATCHING}
+        for layout, options, seed, resumes in _MEASURED:
+            run = Run(layout=layout, options=tuple(options.items()), seed=seed, resumes=resumes)
+            learned = [outcome.learned for outcome in self._healthy(replace(run, seed=0))]
+            without = self._peak(run, learned, ())
+            for name in WATCHING:
+                shares[name].append(self._peak(run, learned, (name,)) / without)
+        return {name: statistics.median(found) for name, found in shares.items()}
+
+    def _peak(self, run: Run, learned: list[Learned], checks: tuple[str, ...]) -> int:
+        given = run, None, learned, checks
+        return max(run_ranks(play_counted, run.layout.world, *given, timeout=_TIMEOUT))
+
     def _healthy(self, run: Run) -> list[Outcome]:
         if run not in self._learned:
-            found = run_ranks(play, run.layout.world, run, None, None, False, timeout=_TIMEOUT)
+            found = run_ranks(play, run.layout.world, run, None, None, _LEARNS, timeout=_TIMEOUT)
             self._learned[run] = found
         return self._learned[run]
 
     def _play(self, run: Run, number: int | None, healthy: list[Outcome]) -> Outcome:
         learned = [outcome.learned for outcome in healthy]
-        arguments = run, number, learned, True
+        arguments = run, number, learned, WATCHING
         outcome: Outcome = run_ranks(play, run.layout.world, *arguments, timeout=_TIMEOUT)[0]
         return outcome
 
@@ -72,7 +94,7 @@ class Trials:
         alone = replace(run, layout=Layout(micro=run.layout.micro))
         key = alone, shared
         if key not in self._alone:
-            self._alone[key] = play(0, 1, alone, shared, None, False)
+            self._alone[key] = play(0, 1, alone, shared, None, ())
         wanted = self._alone[key]
         metrics = _beyond(outcome.metrics, wanted.metrics, 0.01)
         return {

@@ -8,7 +8,7 @@ import torch
 from benchmarks.zoo.comm import AXES, Layout
 from benchmarks.zoo.fault import BEGINS, FAULTS, PHASES, STEPS
 from benchmarks.zoo.model import build, Config
-from benchmarks.zoo.play import CHECKED, play, Run, run_of
+from benchmarks.zoo.play import CHECKED, play, Run, run_of, WATCHING
 from benchmarks.zoo.proof import trainer_of
 from benchmarks.zoo.trainer import Trainer
 from tests.support.ranks.api import run_ranks
@@ -80,9 +80,9 @@ def test_a_fault_changes_the_run_and_is_told(name: str) -> None:
     number = next(n for n, fault in enumerate(FAULTS) if fault.name == name)
     fault = FAULTS[number]
     run = run_of(fault)
-    healthy = run_ranks(play, run.layout.world, run, None, None, False)
+    healthy = run_ranks(play, run.layout.world, run, None, None, ("invariants",))
     learned = [outcome.learned for outcome in healthy]
-    faulty = run_ranks(play, run.layout.world, run, number, learned, True)[0]
+    faulty = run_ranks(play, run.layout.world, run, number, learned, WATCHING)[0]
     one, other = healthy[0], faulty
     assert (one.losses, one.metrics) != (other.losses, other.metrics)
     verdict = faulty.verdicts["proof"]
@@ -92,7 +92,5 @@ def test_a_fault_changes_the_run_and_is_told(name: str) -> None:
 
 def test_no_checker_tells_anything_of_a_healthy_run() -> None:
     run = Run(layout=Layout(tp=2, sequence=True), options=(("dropout", 0.2),), resumes=True)
-    learned = [outcome.learned for outcome in run_ranks(play, 2, run, None, None, False)]
-    assert run_ranks(play, 2, run, None, learned, True)[0].verdicts == dict.fromkeys(
-        ["proof", "trace", "invariants"]
-    )
+    learned = [outcome.learned for outcome in run_ranks(play, 2, run, None, None, ("invariants",))]
+    assert run_ranks(play, 2, run, None, learned, WATCHING)[0].verdicts == dict.fromkeys(WATCHING)
