@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.zoo.fault import FAULTS
-from benchmarks.zoo.score import counts_by_phase, Row, score_table
+from benchmarks.zoo.score import counts_by_phase, Healthy, Row, score_table
 from benchmarks.zoo.trials import Trials
 from tests.support.ranks.api import close_ranks
 
@@ -36,9 +36,8 @@ def main() -> None:
         if given.only in fault.name:
             rows.append(trials.try_fault(number))
             print(rows[-1], flush=True)
-    alarms = {} if given.only else trials.try_healthy()
-    memory = {} if given.only else trials.measure_memory()
-    print(f"\n{score_table(rows, alarms, memory)}")
+    healthy = Healthy() if given.only else trials.try_healthy()
+    print(f"\n{score_table(rows, healthy)}")
     missed = [row.fault.name for row in rows if row.found["proof"] is None]
     print(f"\nnot found by the proof: {', '.join(missed) or 'none'}")
     wrong = [row.fault.name for row in rows if row.found["proof"] and not row.is_blamed("proof")]

@@ -1,6 +1,5 @@
 """What checkers have found, and their score."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ from benchmarks.zoo.fault import Fault, PHASES
 from benchmarks.zoo.play import WATCHING
 from benchmarks.zoo.proof import Verdict
 
-__all__ = ["CHECKERS", "Row", "counts_by_phase", "score_table"]
+__all__ = ["CHECKERS", "Healthy", "Row", "counts_by_phase", "score_table"]
 
 CHECKERS = {
     "proof": "the proof (`compare`)",
@@ -28,14 +27,12 @@ class Row:
     Attributes:
         fault: It.
         found: Checker -> what it has found; None: nothing.
-        seconds: What each took.
         changed: Largest relative difference of a loss from the healthy run.
         crash: What ended the run; empty: nothing did.
     """
 
     fault: Fault
     found: Mapping[str, Verdict | None] = field(default_factory=lambda: dict.fromkeys(CHECKERS))
-    seconds: Mapping[str, float] = field(default_factory=dict)
     changed: float = 0.0
     crash: str = ""
 
@@ -72,22 +69,34 @@ def _axes(text: str) -> set[str]:
     return set(text.split(" x "))
 
 
-def score_table(
-    rows: Sequence[Row], alarms: Mapping[str, Sequence[str]], memory: Mapping[str, float]
-) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Healthy:
+    """What came of healthy runs; nothing, where they were not run.
+
+    Attributes:
+        alarms: Checker -> runs in which it found something.
+        time: Checker -> its time over that of the run.
+        memory: Checker -> peak of a rank's tensors with it over that without it.
+    """
+
+    alarms: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    time: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+
+def score_table(rows: Sequence[Row], healthy: Healthy) -> str:
     """Return the score of each checker, as a table in Markdown.
 
     Args:
         rows: Of all faults.
-        alarms: Checker -> healthy runs in which it found something; empty: they were not run.
-        memory: Checker -> peak of a rank's tensors over that without it; likewise.
+        healthy: False alarms and costs.
     """
     early = [row for row in rows if row.fault.when in ("first", "evaluation")]
     late = [row for row in rows if row.fault.when not in ("first", "evaluation")]
     lines = [
         f"| checker | of {len(early)} that act from the start: before the first update, by step "
         f"10 | of {len(late)} that act later | of these, in the step where it begins | blamed "
-        "rightly | false alarms | time, run = 1 | memory, run = 1 |",
+        "rightly | false alarms | more time, run = 1 | memory, run = 1 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, title in CHECKERS.items():
@@ -102,9 +111,9 @@ def score_table(
             f"{len(later)} ({_share(len(later), late)})",
             str(sum(row.is_at_once(name) for row in later)),
             f"{blamed} of {len(told)} ({_share(blamed, told)})" if told else "names nothing",
-            f"{len(alarms[name])} of 40" if alarms else "not run",
-            _time(rows, name),
-            _memory(memory, name),
+            f"{len(healthy.alarms[name])} of 40" if healthy.alarms else "not run",
+            _cost(healthy.time, name),
+            _cost(healthy.memory, name),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -130,19 +139,7 @@ def _share(count: int, of: Sequence[Row]) -> str:
     return f"{100 * count / len(of):.0f} %" if of else "-"
 
 
-def _time(rows: Sequence[Row], name: str) -> str:
-    """Return the median time of a checker over that of the run, where it has watched it all."""
-    shares = [
-        row.seconds[name] / row.seconds["run"]
-        for row in rows
-        if name in row.seconds and (row.found[name] is None or name == "invariants")
-    ]
+def _cost(factors: Mapping[str, float], name: str) -> str:
     if name not in WATCHING:
         return "a run of one process"
-    return f"{statistics.median(shares):.1f}" if shares else "-"
-
-
-def _memory(memory: Mapping[str, float], name: str) -> str:
-    if name not in WATCHING:
-        return "a run of one process"
-    return f"{memory[name]:.1f}" if memory else "not run"
+    return f"{factors[name]:.1f}" if factors else "not run"

@@ -10,7 +10,7 @@ from benchmarks.zoo.healthy import HEALTHY
 from benchmarks.zoo.invariants import Learned
 from benchmarks.zoo.play import Outcome, play, play_counted, Run, run_of, WATCHING
 from benchmarks.zoo.proof import Verdict
-from benchmarks.zoo.score import CHECKERS, Row
+from benchmarks.zoo.score import CHECKERS, Healthy, Row
 from tests.support.ranks.api import RankError, run_ranks
 
 __all__ = ["Trials"]
@@ -41,22 +41,25 @@ class Trials:
         return Row(
             fault=fault,
             found=self._verdicts(run, outcome, number if fault.is_shared else None),
-            seconds=outcome.seconds,
             changed=max(abs(a - b) / abs(b) for a, b in losses),
         )
 
-    def try_healthy(self) -> dict[str, list[str]]:
-        """Train without faults; return for each checker the runs in which it found something."""
+    def try_healthy(self) -> Healthy:
+        """Train without faults."""
         alarms: dict[str, list[str]] = {name: [] for name in CHECKERS}
+        shares: dict[str, list[float]] = {name: [] for name in WATCHING}
         for layout, options, seed, resumes in HEALTHY:
             run = Run(layout=layout, options=tuple(options.items()), seed=seed, resumes=resumes)
             outcome = self._play(run, None, self._healthy(replace(run, seed=0)))
+            for name in WATCHING:
+                shares[name].append(outcome.seconds[name] / outcome.seconds["run"])
             for name, verdict in self._verdicts(run, outcome).items():
                 if verdict is not None:
                     alarms[name].append(f"{layout} {options}: {verdict.text or verdict.phase}")
-        return alarms
+        time = {name: statistics.median(found) for name, found in shares.items()}
+        return Healthy(alarms=alarms, time=time, memory=self._measure_memory())
 
-    def measure_memory(self) -> dict[str, float]:
+    def _measure_memory(self) -> dict[str, float]:
         """Return for each checker the peak of the tensors of a rank with it over that without it,
         on the rank where this is most; the median over healthy runs.
         """

@@ -39,7 +39,8 @@ def zoo() -> Figure:
                 box(axes, start, y, wide, high, fill=color)
                 if number:
                     at = start + wide / 2, y + high / 2
-                    write(axes, *at, str(number), ha="center", size=7.5, color="white")
+                    size = 7.5 if wide > 0.1 else 6
+                    write(axes, *at, str(number), ha="center", size=size, color="white")
                 start += wide
     for line, phase in enumerate(phases):
         write(axes, 0.2, TOP + LINE * line + (LINE - 0.12) / 2, phase)

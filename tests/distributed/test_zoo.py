@@ -1,5 +1,8 @@
 """The zoo of faults: its trainer equals one process, and its faults are what their rows say."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from benchmarks.zoo.comm import AXES, Layout
 from benchmarks.zoo.fault import BEGINS, FAULTS, PHASES, STEPS
 from benchmarks.zoo.model import build, Config
-from benchmarks.zoo.play import CHECKED, play, Run, run_of, WATCHING
+from benchmarks.zoo.play import CHECKED, play, play_counted, Run, run_of, WATCHING
 from benchmarks.zoo.proof import trainer_of
 from benchmarks.zoo.trainer import Trainer
 from tests.support.ranks.api import run_ranks
@@ -24,6 +27,7 @@ LAYOUTS = [
     Layout(cp=2, tp=2, sequence=True),
     Layout(pp=2, ep=2, micro=2),
 ]
+ROOT = Path(__file__).parents[2]
 EASY = ["row-parallel-not-summed", "norm-of-one-stage", "moments-start-anew"]
 
 
@@ -94,3 +98,34 @@ def test_no_checker_tells_anything_of_a_healthy_run() -> None:
     run = Run(layout=Layout(tp=2, sequence=True), options=(("dropout", 0.2),), resumes=True)
     learned = [outcome.learned for outcome in run_ranks(play, 2, run, None, None, ("invariants",))]
     assert run_ranks(play, 2, run, None, learned, WATCHING)[0].verdicts == dict.fromkeys(WATCHING)
+
+
+def test_a_checker_that_holds_the_whole_model_needs_memory() -> None:
+    run = Run(layout=Layout(dp=2, zero=True))
+    without, first, trace = (
+        run_ranks(play_counted, 2, run, None, None, checks)
+        for checks in [(), ("first",), ("trace",)]
+    )
+    assert max(without) < max(first) < max(trace)
+    assert first[0] > first[1]  # rank 0 takes the step of one process
+
+
+def test_the_page_tells_what_was_found() -> None:
+    page = (ROOT / "docs" / "zoo.md").read_text()
+    report = json.loads((ROOT / "benchmarks" / "zoo" / "found.json").read_text())
+    phases = report["phases"].values()
+    assert sum(phase["faults"] for phase in phases) == len(FAULTS)
+    assert f"has {len(FAULTS)} of them" in page
+    public = sum(fault.source != "own" for fault in FAULTS)
+    assert f"{public} faults are from public reports" in page
+    for checker, title in report["checkers"].items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {title} |"))
+        at_once, by_end, later = (int(cell.split()[0]) for cell in row.split("|")[2:5])
+        found = [sum(phase[checker][n] for phase in phases) for n in (0, 1)]
+        assert by_end + later == sum(found), title
+        assert at_once <= found[0], title
+    misses = page.partition("## What we miss")[2].partition("Others that we miss")[0]
+    cells = [line.split("|")[1] for line in misses.splitlines() if line.startswith("|")]
+    named = re.findall(r"[a-z]+(?:-[a-z]+)+", "\n".join(cells))
+    assert {*named} <= {fault.name for fault in FAULTS}
+    assert len(named) == len(FAULTS) - sum(sum(phase["proof"]) for phase in phases) >= 10
