@@ -117,6 +117,14 @@ class Decayed(PlainModule):
         return super().loss(batch) + 0.1 * self.net(batch[0]).pow(2).mean()
 
 
+class MasksLabels(PlainModule):
+    """Leaves labels out of its loss by their values."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return super().loss((x, y.masked_fill(y % 3 == 0, -100)))
+
+
 class ClassWeights(PlainModule):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -219,6 +227,7 @@ MODULES: dict[str, Subject] = {
     "InstanceNorm": Subject(make=Instances),
     "BatchNorm": Subject(make=Normalizing),
     "unequal labels": Subject(samples=uneven_pairs),
+    "labels masked in the step": Subject(make=MasksLabels),
     "class weights": Subject(make=ClassWeights),
     "contrastive": Subject(make=Contrastive),
     "balance of a batch": Subject(make=Balanced),
