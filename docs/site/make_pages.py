@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+import answers
 import yaml
 from calculator_data import data
 from reference import pages
@@ -45,7 +46,8 @@ def make(out: Path) -> None:
     for data_file in sorted((DOCS / "reports").glob("*.json")):
         shown = render(json.loads(data_file.read_text()))
         (out / "reports" / f"{data_file.stem}.html").write_text(shown)
-    (out / "assets" / "planner_data.js").write_text(f"const PLANNER = {json.dumps(data())};\n")
+    planner = data()
+    (out / "assets" / "planner_data.js").write_text(f"const PLANNER = {json.dumps(planner)};\n")
     words = yaml.safe_load((DOCS / "site" / "search_words.yaml").read_text())
     measured = MEASURED.search((ROOT / "README.md").read_text())
     assert measured is not None
@@ -56,6 +58,7 @@ def make(out: Path) -> None:
         if page == "index.md":
             table = linker.rewrite(measured[1].strip(), "README.md", page)
             text = text.replace("<!-- measured -->", table)
+        text = text.replace("<!-- answers -->", answers.table(planner["answers"]))
         text = with_words(text, words.get(page, ""))
         loads = [f'<script src="assets/{name}"></script>' for name in SCRIPTS.get(page, ())]
         text = HIDDEN * (page in UNSEARCHED) + text

@@ -11,9 +11,10 @@ from lightning_par.commands import FitArguments, PathName, quick_imports
 from lightning_par.commands.prediction.machine import Machine
 from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
+from lightning_par.planner.plain_layout import plain_layout
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
-from lightning_par.planner.search import SearchResult
+from lightning_par.planner.search import Candidate, SearchResult
 
 if TYPE_CHECKING:
     from lightning_par.commands.prediction.trial import Trial
@@ -33,8 +34,9 @@ def search(
 ) -> None:
     """Find the layout with the shortest predicted step on a machine that need not be here.
 
-    Prints the best layouts, where time and memory go in the first, and the YAML that runs it. The
-    layout that the configuration asks for is not looked at, but for the samples of a step.
+    Prints the best layouts, what the plain answer of the documentation would cost, where time and
+    memory go in the first, and the YAML that runs it. The layout that the configuration asks for is
+    not looked at, but for the samples of a step.
 
     Args:
         machine: What runs on what.
@@ -66,6 +68,8 @@ def search(
         accepts=run.accepts,
     )
     result = run.planner.search(space, keep=max(keep, try_))
+    layout = plain_layout(run.planner, space)
+    plain = run.planner.predict(layout) if layout else None
     trials: list[Trial] = []
     chosen, kind = result.best[0], run.planner.device.accelerator
     if try_:
@@ -78,10 +82,10 @@ def search(
     text = yaml.safe_dump(settings, sort_keys=False)
     if out:
         Path(out).write_text(text, encoding="utf-8")
-    if run.show(chosen, _values(result, trials)):
+    if run.show(chosen, _values(result, plain, trials)):
         return
     print(run.describe(space.samples))
-    print(_report(result))
+    print(_report(result, plain))
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
@@ -107,17 +111,30 @@ def _read(config: str) -> dict[str, Any]:
     return given
 
 
-def _report(result: SearchResult) -> str:
+def _report(result: SearchResult, plain: Candidate | None) -> str:
     return "\n".join(
         [
             f"{result.considered} layouts, of which {result.fitting} fit\n",
             format_table(result.best),
+            _compare(plain, result.best[0]),
             "",
             describe(result.best[0]),
             "\nwhy its neighbors lost:",
             format_rejections(result),
         ]
     )
+
+
+def _compare(plain: Candidate | None, best: Candidate) -> str:
+    """Return what the plain answer costs beside the fastest layout."""
+    name = "plain answer (docs/which_layout.md)"
+    if plain is None:
+        return f"{name}: none fits."
+    if plain.layout == best.layout:
+        return f"{name}: the first."
+    slower = plain.time.seconds / best.time.seconds - 1
+    size = f"{plain.memory.peak / 2**30:.1f} GiB"
+    return f"{name}: {plain.layout}\n  {plain.time.seconds:.4g} s, {slower:+.1%}; {size}"
 
 
 def _check_tries(tries: int, seconds: float, nodes: int) -> None:
@@ -163,11 +180,14 @@ def _tried(result: SearchResult, trials: "list[Trial]") -> str:
     return "\n".join(lines)
 
 
-def _values(result: SearchResult, trials: "list[Trial]") -> dict[str, object]:
+def _values(
+    result: SearchResult, plain: Candidate | None, trials: "list[Trial]"
+) -> dict[str, object]:
     return {
         "considered": result.considered,
         "fitting": result.fitting,
         "best": [as_values(one) for one in result.best],
+        "plain": as_values(plain) if plain else None,
         "rejections": [
             {"change": one.change, "layout": str(one.layout), "reason": one.reason}
             for one in result.rejections

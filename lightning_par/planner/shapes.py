@@ -378,7 +378,10 @@ class Layout:
         return _split(layers, self.stages)
 
     def __str__(self) -> str:
-        words = [str(self.sizes), f"zero {self.zero_stage}"]
+        words = [str(self.sizes)]
+        if self.sizes.expert > 1:
+            words.append(f"ep {self.sizes.expert}")
+        words.append(f"zero {self.zero_stage}")
         if self.sizes.pipeline > 1:
             count = f" x{self.stages_per_rank}" if self.in_rounds else ""
             words.append(self.schedule + count)

@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]
 
+ROOT = Path(__file__).resolve().parents[2]
+
 TINY = """
 trainer:
   accelerator: cpu
@@ -81,6 +83,31 @@ def test_fit_runs_the_layout_that_search_wrote(
     words = ("fit", "--config", str(out), "--trainer.accelerator=cpu")
     said = run_ranks(run_command, 2, folder, *words)
     assert any("`max_steps=2` reached" in line for line in said[0])
+
+
+@pytest.mark.parametrize("device", ["a100-80", "a100-40"])
+def test_answers_to_13b_on_16_a100_are_those_of_the_site(
+    config: Path, monkeypatch: Any, capsys: Any, device: str
+) -> None:
+    words = ("--model.init_args.preset=gpt3-13b", "--length", 2048, "--samples", 256)
+    words = (*words, "--device", device, "--nodes", 2, "--devices", 8)
+    words = (*words, "--trainer.precision", "bf16-mixed")
+    status, said, _ = command(monkeypatch, capsys, "search", "--config", config, *words)
+    assert status == 0
+    site = json.loads((ROOT / "docs" / "site" / "answers.json").read_text())
+    (known,) = (
+        one
+        for one in site
+        if (one["model"], one["device"], one["nodes"]) == ("gpt3-13b", device, 2)
+    )
+    first, plain = (f"{known[name]:.4g}" for name in ("fastest_seconds", "plain_seconds"))
+    assert re.search(rf"\n +{first} .* {re.escape(known['fastest'])}\n", said)
+    assert f"plain answer (docs/which_layout.md): {known['plain']}\n  {plain} s, +" in said
+    status, said, _ = command(monkeypatch, capsys, "search", "--config", config, *words, "--json")
+    found = json.loads(said)
+    assert status == 0
+    assert found["plain"]["seconds"] == pytest.approx(known["plain_seconds"], abs=1e-3)
+    assert "samples of a step: 256, from --samples" in found["sources"]
 
 
 def test_forecast_takes_the_layout_of_the_configuration(
@@ -249,10 +276,12 @@ def test_numbers_are_those_of_the_data_and_search_and_forecast_agree(
     best = searched["best"][0]
     assert best["tokens_per_second"] * best["seconds"] == pytest.approx(6 * 4 * 2 * 48)
     assert [line.partition(";")[0] for line in searched["sources"]] == [
-        "tokens of a sample: 48, of a step with the first batch",
-        "samples of a replica's batch: 6, of the first batch",
+        "tokens of a sample: 48, from a step with the first batch",
+        "samples of a replica's batch: 6, from the first batch",
         "devices: 4, as configured",
         "nodes: 1, where trainer.num_nodes is None",
+        "precision: 32-true, from trainer.precision",
+        "memory: 67.1 GiB of a device, 90% of what a100-80 has",
     ]
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", out, *words)
     assert status == 0
@@ -270,10 +299,8 @@ def test_forecast_names_what_no_one_says_of_data_that_are_not_here(
     gone = ("--data.init_args.file", config.with_name("gone"))
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *gone)
     assert status == 0
-    assert (
-        "of the longest that the model allows, as no step with a batch was traced; --length" in said
-    )
-    assert "samples of a replica's batch: 6, of data.init_args.batch_size" in said
+    assert "from the model's longest, as no step with a batch was traced; --length" in said
+    assert "samples of a replica's batch: 6, from data.init_args.batch_size" in said
     assert "device: h100, assumed; --device names another" in said
     words = (*words, *gone, "--length", 48, "--data.init_args.batch_size=null")
     config.with_name("of_a_user.py").write_text(OF_A_USER.replace("batch_size: int", "batch_size"))

@@ -1,4 +1,5 @@
 // The form of which_layout.md: reads the inputs, asks layouts.js, shows sizes, memory and YAML.
+// The inputs are kept in the address of the page, so that a link to it shows the same.
 "use strict";
 
 const MIB = 2 ** 20;
@@ -20,10 +21,8 @@ const MODEL_FIELDS = {
 const MACHINE_FIELDS = {
   memory: ["memory of a device, GB", 1e9],
   node: ["devices of a node", 1],
-  link: ["links inside a node, GB/s", 1e9],
-  network: ["network, GB/s of a device", 1e9],
 };
-const FIRST = { model: "llama3-8b", device: "h100", precision: "bf16-mixed" };
+const FIRST = { model: "gpt3-13b", device: "a100-80", precision: "bf16-mixed" };
 
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -81,7 +80,7 @@ class Calculator {
           "Step",
           number("samples", "sequences of a step", 256),
           choice("precision", "precision", Object.keys(data.code)),
-          check("offload", "optimizer on the host"),
+          check("offload", "optimizer in CPU memory"),
         ),
       ),
       this.output,
@@ -89,10 +88,29 @@ class Calculator {
     this.inputs.model.addEventListener("change", () => this.fillModel());
     this.inputs.device.addEventListener("change", () => this.fillMachine());
     root.addEventListener("submit", (event) => event.preventDefault());
-    root.addEventListener("input", () => this.show());
+    root.addEventListener("input", () => {
+      this.show();
+      history.replaceState(null, "", `?${this.address()}${location.hash}`);
+    });
     this.fillModel();
     this.fillMachine();
+    this.restore(new URLSearchParams(location.search));
     this.show();
+  }
+
+  // The inputs as the part of an address behind "?".
+  address() {
+    const given = Object.entries(this.inputs).map(([name, input]) =>
+      [name, input.type === "checkbox" ? Number(input.checked) : input.value]);
+    return new URLSearchParams(given);
+  }
+
+  restore(given) {
+    for (const [name, input] of Object.entries(this.inputs)) {
+      if (!given.has(name)) continue;
+      if (input.type === "checkbox") input.checked = given.get(name) === "1";
+      else input.value = given.get(name);
+    }
   }
 
   fillModel() {
@@ -160,12 +178,12 @@ class Calculator {
     }
     const precision = this.inputs.precision.value;
     const code = this.data.code[precision];
-    const found = choose(shape, machine, code, this.data.limits, 4);
+    const found = choose(shape, machine, code, this.data.limits, this.data.rule);
     const [count, unit] = parameters(shape) < 1e9 ? [1e6, "million"] : [1e9, "billion"];
     const size = `${(parameters(shape) / count).toPrecision(3)} ${unit} parameters on ` +
-      `${machine.devices} devices: ${found.considered} layouts, of which ${found.fitting} fit.`;
-    const parts = [make("p", {}, size)];
-    if (found.best.length) {
+      `${machine.devices} devices: ${found.considered} plain layouts, of which ${found.fitting} fit.`;
+    const parts = [make("p", {}, size), make("p", {}, this.origins(shape, machine))];
+    if (found.best) {
       parts.push(...this.layout(found, shape, machine, code, precision));
     } else {
       parts.push(make("p", { class: "layout-problem" }, this.refusal(found, machine)));
@@ -180,54 +198,94 @@ class Calculator {
     }
     const limit = gib(this.data.limits.margin * machine.memory);
     const needs = gib(found.least.held.peak);
-    const more = machine.offload ? "" : ", or put the optimizer on the host";
+    const more = machine.offload ? "" : ", or put the optimizer in CPU memory";
     return `None fits ${limit} (90 % of a device): the smallest, ${words(found.least.layout)}, ` +
       `needs ${needs}. Use more devices${more}.`;
   }
 
-  layout(found, shape, machine, code, precision) {
-    const [best, ...others] = found.best;
-    const bytes = traffic(shape, best.layout, code);
-    const held = best.held.ranks[best.held.peak_rank];
-    const where = best.layout.sizes.pipeline > 1 ? `, pipeline rank ${best.held.peak_rank}` : "";
-    const text = yaml(best.layout, machine, precision);
-    const parts = [
-      make("p", { class: "layout-best" }, words(best.layout)),
-      make("p", {}, `Micro-batches of a replica in a step: ${best.layout.microbatches}; ` +
-        `sequences in each: ${best.layout.micro_batch}.`),
-      bars(`Memory of the fullest device${where}: ${gib(best.held.peak)} of ` +
-        `${gib(machine.memory)}`, held, best.held.peak < GIB ? MIB : GIB, machine.memory),
+  // Where the numbers come from that decide.
+  origins(shape, machine) {
+    const model = this.data.models[this.inputs.model.value];
+    const device = this.data.devices[this.inputs.device.value];
+    const from = (same, name) => (same ? `from ${name}` : "as you said");
+    const length = from(shape.length === model.length, this.inputs.model.value);
+    const memory = from(machine.memory === device.memory, this.inputs.device.value);
+    return `Tokens of a sequence: ${shape.length}, ${length}. Memory of a device: ` +
+      `${machine.memory / 1e9} GB, ${memory}; a layout may take ${100 * this.data.limits.margin} % ` +
+      `of it. Sequences of a step: ${machine.samples}, of all devices, from the form.`;
+  }
+
+  // The answer of `search` to a common question, or the command that gives it.
+  fastest(shape, machine, precision) {
+    const [model, device] = [this.inputs.model.value, this.inputs.device.value];
+    const nodes = machine.devices / machine.node;
+    const same = (ours, theirs) => Object.keys(theirs).every((name) => ours[name] === theirs[name]);
+    const asked = { model, device, nodes, samples: machine.samples };
+    const known = this.data.answers.find((one) => same(one, asked));
+    const unchanged = same(shape, complete(this.data.models[model])) &&
+      same(machine, this.data.devices[device]) && !machine.offload && precision === "bf16-mixed";
+    if (known && unchanged) {
+      const longer = 100 * (known.plain_seconds / known.fastest_seconds - 1);
+      const times = `predicted: ${known.plain_seconds} and ${known.fastest_seconds} s a step`;
+      return known.fastest === known.plain
+        ? [make("p", {}, `lightning-par search gives the same layout: ${known.plain_seconds} s a step.`)]
+        : [make("p", {}, `The fastest layout that lightning-par search finds is ${known.fastest}. ` +
+            `The plain answer takes ${longer.toFixed(0)} % longer (${times}).`)];
+    }
+    const words = ["lightning-par search --config run.yaml", `--device ${device}`, `--nodes ${nodes}`,
+      `--devices ${machine.node}`, `--length ${shape.length}`, `--samples ${machine.samples}`,
+      `--trainer.precision ${precision}`, ...(machine.offload ? ["--offload"] : [])];
+    return [
+      make("p", {}, "Whether another layout is faster, and by how much, this command predicts:"),
+      make("pre", {}, make("code", {}, words.join(" \\\n  "))),
     ];
-    if (best.held.host) {
-      parts.push(make("p", {}, `On the host, for each of its devices: ` +
-        gib(best.held.host)));
+  }
+
+  layout(found, shape, machine, code, precision) {
+    const { layout: best, held: whole } = found.best;
+    const bytes = traffic(shape, best, code);
+    const held = whole.ranks[whole.peak_rank];
+    const where = best.sizes.pipeline > 1 ? `, pipeline rank ${whole.peak_rank}` : "";
+    const parts = [
+      make("p", { class: "layout-best" }, `Plain answer: ${words(best)}`),
+      make("ul", {}, ...explain(best).map((line) => make("li", {}, line))),
+      ...this.fastest(shape, machine, precision),
+      bars(`Memory of the fullest device${where}: ${gib(whole.peak)} of ` +
+        `${gib(machine.memory)}`, held, whole.peak < GIB ? MIB : GIB, machine.memory),
+    ];
+    if (whole.host) {
+      parts.push(make("p", {}, `CPU memory for each device: ${gib(whole.host)}`));
     }
     if (sum(bytes)) parts.push(bars("Sent by a device in a step, GB", bytes, 1e9, sum(bytes)));
-    parts.push(make("pre", {}, make("code", { class: "layout-yaml" }, text)));
-    if (others.length) {
-      const rows = others.map(({ layout, held: h }) =>
-        make("li", {}, `${words(layout)}: ${gib(h.peak)}`));
-      parts.push(make("p", {}, "Near to it:"), make("ul", {}, ...rows));
-    }
+    parts.push(make("pre", {}, make("code", { class: "layout-yaml" }, yaml(best, machine, precision))));
     return parts;
   }
 }
 
-// A layout in words, as Layout.__str__ says it.
-function words(l) {
+const AGAIN = {
+  none: "Recomputation: none.",
+  selective: "Recomputation: outputs of matrix products and of attention are kept, the rest is computed again.",
+  full: "Recomputation: each block is computed again in the backward.",
+};
+
+// A layout in sentences.
+function explain(l) {
   const s = l.sizes;
-  const axes = [
-    ["pp", s.pipeline],
-    ["dp_replicate", s.data_replicate],
-    ["dp_shard", s.data_shard],
-    ["cp", s.context],
-    ["tp", s.tensor],
-    ["ep", s.expert],
-  ];
-  const sizes = axes.filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`);
-  const said = [sizes.join(" x ") || "1 device", `zero ${l.zero_stage}`];
-  said.push(`${l.microbatches} x ${l.micro_batch}`, `recompute ${l.recompute}`);
-  return said.concat(l.offload ? ["offload"] : []).join(", ");
+  const lines = [];
+  const data = s.data_replicate * s.data_shard;
+  if (s.tensor > 1) lines.push(`Each layer is divided over ${s.tensor} devices (tensor parallelism).`);
+  if (s.pipeline > 1) lines.push(`The blocks are divided into ${s.pipeline} pipeline stages.`);
+  if (s.context > 1) lines.push(`Each sequence is divided over ${s.context} devices.`);
+  if (s.expert > 1) lines.push(`The experts are divided over ${s.expert} devices.`);
+  lines.push(data === 1 ? "There is one replica." : `There are ${data} replicas.`);
+  if (s.data_shard > 1) {
+    const what = l.zero_stage === 3 ? "Weights, gradients and optimizer states" : "Optimizer states";
+    const copies = s.data_replicate > 1 ? `, in ${s.data_replicate} copies` : "";
+    lines.push(`${what} are sharded over ${s.data_shard} of them (ZeRO ${l.zero_stage})${copies}.`);
+  }
+  lines.push(`Micro-batches of a replica in a step: ${l.microbatches}; sequences in each: ${l.micro_batch}.`);
+  lines.push(AGAIN[l.recompute]);
+  return lines;
 }
 
 function bars(title, values, unit, whole) {

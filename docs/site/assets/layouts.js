@@ -1,12 +1,12 @@
 // The formulas of lightning_par/planner (memory.py, shapes.py, step_time.py: traffic) for the
 // calculator of which_layout.md. tests/unit/planner/test_calculator.py holds them equal to Python.
-// D, F, H, T, V and other names as there; sizes in bytes, rates in bytes per second.
+// D, F, H, T, V and other names as there; sizes in bytes. Only memory decides: nothing is timed.
 "use strict";
 
+const RECOMPUTE = ["none", "selective", "full"];
 const divisors = (n) => Array.from({ length: n }, (_, i) => i + 1).filter((d) => n % d === 0);
 const sum = (values) => Object.values(values).reduce((a, b) => a + b, 0);
 const shares = (s) => s.data_replicate * s.data_shard * s.context;
-const world = (s) => shares(s) * s.pipeline * s.tensor;
 
 // A model's shape with what is 0 filled in, as TransformerShape does.
 function complete(m) {
@@ -27,14 +27,6 @@ function blockWeights(m, tensor, expert) {
 
 function parameters(m) {
   return m.layers * blockWeights(m, 1, 1) + m.vocab * m.model_dim * (m.tied ? 1 : 2);
-}
-
-// FLOPs of a step, with all T x T scores.
-function flops(m, samples) {
-  const used = m.experts_per_token + m.shared_experts;
-  const block = attentionWeights(m) + used * expertWeights(m);
-  const scores = 12 * m.layers * m.heads * m.head_dim * m.length;
-  return samples * m.length * (6 * (m.layers * block + m.vocab * m.model_dim) + scores);
 }
 
 // Blocks of each stage: the outer stages, with table and head, get fewer.
@@ -167,7 +159,7 @@ function traffic(m, l, code) {
   };
 }
 
-// Every layout under 1f1b, as LayoutSpace yields them.
+// Every plain layout, as LayoutSpace yields them.
 function* layouts(m, machine, limits) {
   const { devices, node, samples, offload } = machine;
   for (const tensor of divisors(node)) {
@@ -196,7 +188,7 @@ function* replicas(data, inner, node, limits) {
     yield [1, 1];
     return;
   }
-  for (const zero of [1, 2, 3]) {
+  for (const zero of limits.zero_stages) {
     if (zero < 3 || data * inner <= limits.most_gathering_nodes * node) yield [zero, 1];
     const shard = node % inner ? 1 : node / inner;
     if (zero >= 2 && shard > 1 && shard < data && data % shard === 0) yield [zero, data / shard];
@@ -209,7 +201,7 @@ function* batches(m, one, limits) {
   const ofReplica = one.samples / one.data;
   for (const expert of experts.filter((e) => m.experts % e === 0)) {
     for (const micro of divisors(ofReplica).filter((d) => d <= limits.largest_micro_batch)) {
-      for (const recompute of ["none", "selective", "full"]) {
+      for (const recompute of RECOMPUTE) {
         yield {
           sizes: {
             pipeline: one.pipeline,
@@ -231,56 +223,59 @@ function* batches(m, one, limits) {
   }
 }
 
-// A measure to compare layouts by, in seconds: work with its bubble, the host's time for kernels,
-// and bytes over their links. It is no prediction: `lightning-par search` knows tiles and overlap.
-function measure(m, l, code, machine) {
-  const s = l.sizes;
-  const k = l.microbatches;
-  const blocks = Math.max(...split(m.layers, s.pipeline));
-  const again = { none: 0, selective: code.selective_share / 3, full: 1 / 3 }[l.recompute];
-  const rate = machine.flops * machine.product;
-  const samples = l.micro_batch * k * s.data_replicate * s.data_shard;
-  const work = (flops(m, samples) * (1 + again)) / (world(s) * rate);
-  const bytes = traffic(m, l, code);
-  const link = (ranks) => (ranks <= machine.node ? machine.link : machine.network);
-  const started = (axes) => k * blocks * 8 * axes * machine.link_start;
-  // A ring hides behind the attention between two of its messages.
-  const scores = (4 * tokens(m, l) * m.length * m.heads * m.head_dim) / s.tensor;
-  const ring = bytes.cp / link(s.tensor * s.context) - (1.5 * scores * k * blocks) / rate;
-  const sent = bytes.tp / link(s.tensor) + Math.max(0, ring) + bytes.ep / link(s.tensor * s.expert);
-  // The slowest stage has most blocks, and the last one the logits.
-  const table = s.pipeline > 1 ? (m.vocab * m.model_dim * s.pipeline) / parameters(m) / 2 : 0;
-  const uneven = (blocks / (m.layers / s.pipeline)) * (1 + table);
-  const starting = started(Number(s.tensor > 1) + Number(s.expert > 1));
-  const host = k * blocks * (code.kernels[0] + code.kernels[1]) * machine.host;
-  const busy = Math.max(work * uneven + sent + starting, host);
-  const body = busy * (1 + (s.pipeline - 1) / k);
-  const inside = s.tensor * s.context * s.data_shard;
-  const gradients = bytes.dp_shard / link(inside) + bytes.dp_replicate / machine.network;
-  // Sent behind the last backward; at stage 3, and 2 of a pipeline, behind all of them.
-  const behind = l.zero_stage === 3 || (l.zero_stage === 2 && s.pipeline > 1) ? body : body / k;
-  const exposed = Math.max(0.1 * gradients, gradients - 0.5 * behind);
-  // Of layouts that are nearly equal, the one with fewer parts.
-  const axes = [s.tensor, s.pipeline, s.context, s.data_replicate].filter((size) => size > 1);
-  return (body + exposed) * (1 + 0.03 * axes.length + (l.recompute === "none" ? 0 : 0.01));
+// What the rule of lightning_par/planner/plain_layout.py compares, by the names that it has there.
+const RESPECTS = {
+  divided: (l) => l.sizes.tensor * l.sizes.pipeline * l.sizes.context,
+  recompute: (l) => RECOMPUTE.indexOf(l.recompute),
+  pipeline: (l) => l.sizes.pipeline,
+  context: (l) => l.sizes.context,
+  expert: (l) => l.sizes.expert,
+  zero_stage: (l) => l.zero_stage,
+  data_replicate: (l) => l.sizes.data_replicate,
+  micro_batch: (l) => l.micro_batch,
+};
+
+// The order of two layouts by the rule: below 0 if the first comes first.
+function order(rule, a, b) {
+  for (const [name, end] of rule) {
+    const difference = RESPECTS[name](a) - RESPECTS[name](b);
+    if (difference) return end === "least" ? difference : -difference;
+  }
+  return 0;
 }
 
-// The layouts that fit, best first, and the one that needs least memory.
-function choose(m, machine, code, limits, keep) {
-  const found = [];
-  let considered = 0;
-  let least = null;
+// The plain answer: of the layouts that fit, the first by the rule; and the one that needs least memory.
+function choose(m, machine, code, limits, rule) {
+  let [considered, fitting, best, least] = [0, 0, null, null];
   for (const layout of layouts(m, machine, limits)) {
     considered += 1;
     const held = memory(m, layout, code);
     if (!least || held.peak < least.held.peak) least = { layout, held };
-    if (held.peak <= limits.margin * machine.memory) {
-      found.push({ layout, held, measure: measure(m, layout, code, machine) });
-    }
+    if (held.peak > limits.margin * machine.memory) continue;
+    fitting += 1;
+    if (!best || order(rule, layout, best.layout) < 0) best = { layout, held };
   }
-  // Of equal layouts the one that recomputes less, and splits less.
-  found.sort((a, b) => a.measure - b.measure || a.held.peak - b.held.peak);
-  return { best: found.slice(0, keep), least, considered, fitting: found.length };
+  return { best, least, considered, fitting };
+}
+
+// A layout in words, as Layout.__str__ says it.
+function words(l) {
+  const s = l.sizes;
+  const axes = [
+    ["pp", s.pipeline],
+    ["dp_replicate", s.data_replicate],
+    ["dp_shard", s.data_shard],
+    ["cp", s.context],
+    ["tp", s.tensor],
+  ];
+  const sizes = axes.filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`);
+  const said = [sizes.join(" x ") || "1 device"];
+  if (s.expert > 1) said.push(`ep ${s.expert}`);
+  said.push(`zero ${l.zero_stage}`);
+  if (s.pipeline > 1) said.push("1f1b");
+  said.push(`${l.microbatches} x ${l.micro_batch}`, `recompute ${l.recompute}`);
+  if (s.tensor > 1 && !l.sequence_parallel) said.push("no sequence parallelism");
+  return said.concat(l.offload ? ["offload"] : []).join(", ");
 }
 
 // The arguments of Hybrid3DStrategy, as run_settings.py gives them.
@@ -334,5 +329,5 @@ function yaml(l, machine, precision) {
 }
 
 if (typeof module !== "undefined") {
-  module.exports = { choose, complete, flops, layouts, memory, parameters, settings, traffic, yaml };
+  module.exports = { choose, complete, layouts, memory, parameters, settings, traffic, words, yaml };
 }

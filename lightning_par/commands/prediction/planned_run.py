@@ -81,7 +81,17 @@ class PlannedRun:
             code=implementation(str(run.trainer.precision), device),
         )
         self._batch_size = None if machine.samples else self._find_batch_size()
-        self._sources += [*assumed, *source, *other]
+        if machine.samples:
+            self._sources.append(f"samples of a step: {machine.samples}, from --samples")
+        precision = f"precision: {run.trainer.precision}, from trainer.precision"
+        self._sources += [*assumed, *source, *other, precision, self._memory()]
+
+    def _memory(self) -> str:
+        planner = self.planner
+        return (
+            f"memory: {planner.limit / 2**30:.1f} GiB of a device, {planner.margin:.0%} of what "
+            f"{planner.device.name} has"
+        )
 
     def layout(self) -> Layout:
         """Return the layout that the configuration asks for.
@@ -176,9 +186,9 @@ class PlannedRun:
         if length is None:
             source = "a step with the first batch"
             if not isinstance(shape, TracedShape) and self._length is None:
-                source = "the longest that the model allows, as no step with a batch was traced"
+                source = "the model's longest, as no step with a batch was traced"
             source += "; --length says another"
-        self._sources.append(f"tokens of a sample: {shape.length}, of {source}")
+        self._sources.append(f"tokens of a sample: {shape.length}, from {source}")
         return shape
 
     @property
@@ -211,7 +221,7 @@ class PlannedRun:
             size, source = configured.get("batch_size"), "data.init_args.batch_size"
         if not isinstance(size, int):
             return None
-        self._sources.append(f"samples of a replica's batch: {size}, of {source}")
+        self._sources.append(f"samples of a replica's batch: {size}, from {source}")
         return size
 
     def _seen_size(self) -> int | None:

@@ -224,7 +224,7 @@ def _digest(text: str) -> str:
 
 def _digest_long(text: str) -> list[str]:
     """Keep the lines that a reader looks at first, and a digest of all."""
-    return [*text.splitlines()[:12], _digest(text)]
+    return [*text.splitlines()[:16], _digest(text)]
 
 
 SECTIONS: Mapping[str, Callable[[], Iterator[tuple[str, Any]]]] = {
