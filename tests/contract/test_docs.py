@@ -221,6 +221,20 @@ def test_readme_shows_a_plan_first_and_is_short() -> None:
     assert [plan.end_lineno - plan.lineno + 1 <= 12 for plan in plans] == [True]
 
 
+def test_readme_shows_the_refusal_that_its_example_prints_without_a_line(tmp_path: Path) -> None:
+    text = README.read_text()
+    (first, *_) = (match for match in FENCE.finditer(text))
+    (shown,) = (match[2] for match in FENCE.finditer(text) if match[1] == "text")
+    fewer, count = re.subn(r"\n *\"blocks\.\*\.norm\": .*", "", first[2])
+    assert count == 1
+    (tmp_path / "train.py").write_text(fewer)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == " ".join(shown.split())
+
+
 def test_pages_are_no_longer_than_their_limits() -> None:
     limits = dict.fromkeys(PAGES, 120) | {ROOT / "CONTRIBUTING.md": 120, README: 200}
     limits |= {ROOT / name / "README.md": 20 for name in ("strategies", "models", "callbacks")}
