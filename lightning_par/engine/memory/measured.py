@@ -125,7 +125,9 @@ class SavedActivations:
         self._open.close()
 
     def _see_parameters(self, module: nn.Module, _: Any) -> None:
-        for parameter in module._parameters.values():
+        # A strategy may answer reads of `_parameters`: here only what is in memory counts, and a
+        # module of another pipeline stage has nothing there.
+        for parameter in dict.values(module._parameters):
             if parameter is not None:
                 self._parameters[_address(parameter)] = weakref.ref(parameter)
 
