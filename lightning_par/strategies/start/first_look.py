@@ -23,13 +23,12 @@ from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.contrast import make_contrast
+from lightning_par.strategies.start.loss_refusal import refusal_of_loss, refusal_of_uncounted
 from lightning_par.strategies.start.loss_rule import (
     candidate_rules,
     choose_parts,
     choose_rule,
     errors_of,
-    refusal_of_loss,
-    refusal_of_uncounted,
 )
 from lightning_par.strategies.start.own_outputs import (
     check_tensor_ranks,

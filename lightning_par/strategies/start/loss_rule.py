@@ -8,14 +8,12 @@ mean of), else on copies of the samples some of whose labels are masked (`contra
 first batch for which they differ, in one replica or between several.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn, Tensor
 
@@ -38,8 +36,6 @@ __all__ = [
     "choose_parts",
     "choose_rule",
     "errors_of",
-    "refusal_of_loss",
-    "refusal_of_uncounted",
     "rule_error",
     "rule_of_labels",
 ]
@@ -289,50 +285,3 @@ def errors_of(
         )
         for rule in rules
     }
-
-
-def refusal_of_loss(
-    module: pl.LightningModule, rule: LossRule, dims: BatchDims, microbatches: int, replicas: int
-) -> str:
-    """Return what to say of a loss that is not made of those of its parts by any rule.
-
-    Args:
-        module: The user's LightningModule.
-        rule: The likeliest rule.
-        dims: Which entries of the batch have a batch dim.
-        microbatches: Into how many a batch is cut.
-        replicas: Among how many the global batch is divided.
-    """
-    step = inspect.unwrap(type(module).training_step)
-    code = getattr(step, "__code__", None)
-    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    divided = f"{microbatches} micro-batches" * (microbatches > 1)
-    divided += " and " * (microbatches > 1 and replicas > 1)
-    divided += f"{replicas} replicas" * (replicas > 1)
-    cut = ", ".join(repr(path) for path in dims.dims if path)
-    cure = ["num_microbatches=1"] * (microbatches > 1)
-    cure += ["data_parallel_size=1"] * (replicas > 1)
-    return (
-        f"{type(module).__name__}.training_step{where} on {divided}: the loss of some "
-        f"samples is neither {rule.name}, nor their sum, nor a mean over labels, of the losses "
-        "of its parts, so the mesh would train something else than one process. Cut along the "
-        f"batch: {cut or 'the batch'}. If one of these entries has no batch dim, declare "
-        "ParallelPlan(batch=BatchLayout(whole=(entry,))). If the loss is a weighted mean, "
-        "declare BatchLayout(loss_weight=...): 'samples', 'labels', 'sum', the name of an "
-        "entry, or a function of the batch that returns its weight. If samples are compared "
-        "with each other (in-batch negatives), gather them with self.all_gather(..., "
-        "sync_grads=True), declare loss_weight='samples', and use one micro-batch. If the step "
-        "draws from a generator of its own, draw in the dataset or collate_fn instead. "
-        f"Otherwise use {' and '.join(cure)}. No weight was changed."
-    )
-
-
-def refusal_of_uncounted(layout: BatchLayout) -> str:
-    """Return what to say of batches of which nothing tells what they weigh in the loss."""
-    return (
-        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch dim, "
-        "so that nothing tells what the loss of each replica weighs in that of all. Declare it "
-        "beside: loss_weight='samples' if every batch weighs alike, 'sum' if losses are added, or "
-        "loss_weight=lambda batch: ..., which returns of how many samples, or labels, the loss of "
-        "a batch is the mean. No weight was changed."
-    )

@@ -52,7 +52,7 @@ def weights_that_some_batches_lack(cured: bool) -> Any:
     return Module(), token_pairs(), collate
 
 
-@CURES.add("LP309", r"draws from a generator of its own, draw in the dataset or collate_fn instead")
+@CURES.add("LP309", r"write:\n  - .* draws from a generator of its own, draw in the dataset or")
 def weights_from_a_generator_of_the_step(cured: bool) -> Any:
     generator = np.random.default_rng(1)
 
