@@ -50,7 +50,7 @@ def drawn() -> OneBatch:
         (OneBatch, "If the loss is a weighted mean"),
         (Hardest, "The step calls topk, which may need all samples: use num_microbatches=1 and"),
         (Compared, "If samples are compared with each other"),
-        (drawn, "If the step draws from a generator of its own"),
+        (drawn, "If the step draws what counts in its loss, or draws from a generator"),
     ],
 )
 def test_cure_to_which_the_step_points_is_first(make: Callable[[], Any], first: str) -> None:
