@@ -50,7 +50,8 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     if not stored:
         tops = sorted({name.partition(".")[0] for name in weights})
         raise CheckpointError(
-            "LP509", f"there is no weight below {below!r}; there are {', '.join(tops)}."
+            "LP509",
+            f"no name of a weight begins with {below!r}; names begin with {', '.join(tops)}.",
         )
     # For the bar: of tied weights each name counts, as each is written.
     moves = sum(tensor.nbytes for tensor in stored.values())

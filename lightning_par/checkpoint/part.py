@@ -138,7 +138,7 @@ def make_part(
         if piece.values.dtype not in DTYPES.values():
             raise CheckpointError(
                 "LP505",
-                f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold.",
+                f"{piece.box.name} has dtype {piece.values.dtype}, which safetensors cannot store.",
             )
     # One encoder for all three, as keys of tensors are numbers within one file.
     encoder = Encoder(file_name("state", rank, world))

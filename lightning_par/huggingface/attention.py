@@ -173,7 +173,7 @@ def _check_packing(batch: Any) -> None:
     if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
         raise ConfigurationError(
             "LP305",
-            "position_ids of this batch start again inside a row, so its rows hold several "
-            "documents; Hugging Face models cannot be divided so. Use context_parallel_size=1, or "
-            "one document in a row.",
+            "position_ids of this batch start again inside a row, so a row holds several "
+            "documents. Context parallelism cannot divide such rows for models of Hugging Face. "
+            "Use context_parallel_size=1, or one document in a row.",
         )

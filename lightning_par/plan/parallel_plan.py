@@ -139,7 +139,8 @@ class BatchLayout:
         both = sorted({*self.whole} & {*self.batch_dims})
         if both:
             raise PlanError(
-                "LP202", f"the batch entries {both} are in `whole` and in `batch_dims`."
+                "LP202",
+                f"the batch entries {both} are in `whole` and in `batch_dims`: name each in one.",
             )
         if self.loss_weight == "labels" and self.labels is None:
             raise PlanError(

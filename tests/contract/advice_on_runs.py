@@ -206,8 +206,9 @@ RUNS: dict[str, dict[str, str]] = {
     },
     "LP919": {
         "call a lazy module once": "cures_of_shards::a_lazy_head",
-        "p.grad in on_after_backward": """
-            cures_of_shards::a_hook_of_a_weight cures_of_proofs::a_hook_made_in_the_run""",
+        "p.grad in on_after_backward": (
+            "cures_of_shards::a_hook_of_a_weight cures_of_proofs::a_hook_made_in_the_run"
+        ),
         "hook the output of a module": "cures_of_shards::a_hook_of_a_weight_on_an_output",
         "sparse=False": "cures_of_shards::an_embedding_with_sparse_gradients",
         "the plain module": "cures_of_shards::a_scripted_block",

@@ -100,7 +100,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: Any, ca
     for more, says in (
         (["x.bin"], "has to end in .safetensors"),
         (["x.ckpt", "--below", "model"], "--below is for weights"),
-        (["x.safetensors", "--below", "nothing"], "no weight below 'nothing'; there are bias"),
+        (
+            ["x.safetensors", "--below", "nothing"],
+            "no name of a weight begins with 'nothing'; names begin with bias",
+        ),
         (["x.ckpt"], "pass weights_only=False"),
     ):
         status, _, err = command(monkeypatch, capsys, *start, tmp_path / more[0], *more[1:])

@@ -234,8 +234,8 @@ class StateMap:
                     raise CheckpointError(
                         "LP505",
                         f"optimizer: {key} of {name} is a plain tensor of shape "
-                        f"{tuple(value.shape)} although the parameter is sharded, so that nobody "
-                        "knows which part of a whole it is. Make it like the parameter "
+                        f"{tuple(value.shape)}, but the parameter is sharded: which part of the "
+                        "whole state it holds is not known. Make it like the parameter "
                         "(torch.zeros_like), or save with save_weights_only=True.",
                     )
         return {"state": states, "param_groups": groups}

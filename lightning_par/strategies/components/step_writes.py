@@ -188,8 +188,8 @@ class StepWrites:
             called = ".".join(p if isinstance(p, str) else repr(p[0]) for p in path[1:])
             raise ConfigurationError(
                 "LP323",
-                f"self.logger.{called}(...) after the model call: on a pipeline it is called on "
-                f"the last stage, and its arguments cannot be sent to rank 0, which writes: "
+                f"self.logger.{called}(...) is called after the model: on a pipeline that is on "
+                "the last stage. Rank 0 writes, and the arguments cannot be sent to it: "
                 f"{error}. Pass numbers, text, arrays and tensors, without functions, generators "
                 "or open files in them. No weight was changed in this step.",
             ) from error

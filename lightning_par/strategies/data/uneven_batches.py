@@ -36,9 +36,9 @@ def check_loader(dataloader: object, num_microbatches: Size) -> None:
     if size is not None and size < num_microbatches:
         raise ConfigurationError(
             "LP303",
-            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so "
-            "many. Use "
-            f"num_microbatches={size} or less, or batch_size={num_microbatches} or more.",
+            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into "
+            f"{num_microbatches} micro-batches. Use num_microbatches={size} or less, or "
+            f"batch_size={num_microbatches} or more.",
         )
 
 

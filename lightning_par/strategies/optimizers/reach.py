@@ -117,12 +117,11 @@ def check_references(optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise ConfigurationError(
             "LP610",
-            f"{kind} keeps parameters in {' and '.join(found)}, beside its groups, and its update "
-            "is not known to work entry by entry: it would have to step on whole tensors, which "
-            "take the places of parameters in param_groups only. Take the parameters from "
-            "param_groups and keep copies of them in self.state[parameter]; or, if each entry of "
-            f"a weight is updated by its own gradient and states, set {LOOKS_ACROSS} = 'entry' in "
-            f"the class {kind}.",
+            f"{kind} keeps parameters in {' and '.join(found)}, outside of param_groups. It may "
+            "need whole tensors for its update, and these are given to it in param_groups only. "
+            "Take the parameters from param_groups, and keep copies of them in "
+            "self.state[parameter]. Or, if each entry of a weight is updated by its own gradient "
+            f"and states, set {LOOKS_ACROSS} = 'entry' in the class {kind}.",
         )
 
 

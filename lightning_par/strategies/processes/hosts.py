@@ -220,8 +220,8 @@ def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, 
         raise MeshError(
             "LP707",
             f"{say_ranks(missing)} did not come to the rendezvous at {where}; "
-            f"{_say_places(there, hosts)} came. A host that did not start, or does not reach rank "
-            "0: look at the first error in its log, and start all ranks anew.",
+            f"{_say_places(there, hosts)} came. Its host did not start it, or does not reach rank "
+            "0. Look at the first error in its log, and start all ranks again.",
         )
 
 

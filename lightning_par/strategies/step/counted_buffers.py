@@ -199,14 +199,14 @@ class CountedBuffers:
         cure = "or use num_microbatches=1; " if divides and alone else ""
         raise ConfigurationError(
             "LP325",
-            f"training_step changes the buffer {names[0]}{more} from its samples. On "
-            f"{self._mesh.sizes} each {part} does so from its own samples or tokens, and how they "
-            "join is not known, so that it would not be that of one process. Add up in it what "
-            "samples give (self.total += x.sum(); self.count += len(x)), which is summed over all "
-            f"of them, and divide in on_train_batch_end; {cure}tokens that tensor parallelism "
-            "divides are whole with sequence_parallel=False. To accept what a part gives, as DDP "
-            "does, declare ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was "
-            "changed.",
+            f"training_step changes the buffer {names[0]}{more} from its samples. No weight was "
+            f"changed.\nWhy: on {self._mesh.sizes} each {part} does so from its own samples or "
+            "tokens, and how they join is not known, so that it would not be that of one process."
+            "\nWhat to write:\n  - Add up in it what samples give (self.total += x.sum(); "
+            "self.count += len(x)), which is summed over all of them, and divide in "
+            f"on_train_batch_end; {cure}tokens that tensor parallelism divides are whole with "
+            "sequence_parallel=False.\n  - To accept what a part gives, as DDP does, declare "
+            "ParallelPlan(batch=BatchLayout(local_statistics=True)).",
         )
 
     @contextmanager
