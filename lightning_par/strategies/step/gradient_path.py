@@ -334,7 +334,8 @@ class GradientPath:
         passage = _Passage(parameters=parameters, loss=self._marked(loss), unmarked=loss)
         self._walk(Phase.STEP, passage)
         if self.form is not None:
-            self.form.end(is_judged=self._on_nonfinite != "ignore")
+            is_judged = self._on_nonfinite != "ignore" and self._scaler is None
+            self.form.end(is_judged=is_judged)
         own = is_overridden("configure_gradient_clipping", self._module, pl.LightningModule)
         # A module that clips in its own way may change gradients first.
         self._norm = None if own else passage.norm
