@@ -241,6 +241,10 @@ STEPS: dict[str, dict[str, str]] = {
         "copy it in setup": "cures_of_runs::a_teacher_that_is_copied_in_setup",
         "copy its weights alone": "cures_of_runs::weights_that_are_copied_on_the_mesh",
     },
+    "LP329": {
+        "in __init__, setup or configure_model": "cures_of_runs::a_parameter_that_is_replaced",
+        "write to a parameter in place": "cures_of_runs::values_of_another_parameter",
+    },
     # Pipelines and schedules
     "LP401": {"a schedule that exists": VALUE},
     "LP402": {"a count that fits": VALUE},

@@ -332,9 +332,11 @@ class WholeView(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function on every rank that has its values; see Note [Whole view]."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if asks_innermost(func):
             return args[0] is self
+        if not args and "tensor" in kwargs:  # as functions of torch.nn.init hand it on
+            args = (kwargs.pop("tensor"),)
         if self._is_paused:
             return func(*args, **kwargs)
         parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
@@ -398,6 +400,9 @@ class WholeView(TorchFunctionMode):
         target = written_by(name, args, kwargs)
         stages = {stage for t in parts if (stage := self._stage_of(t)) is not None}
         # Whole on every rank, so that all generators move alike, as one process's does.
+        if getattr(func, "__module__", "") == "torch.nn.init":  # which needs no gradient
+            with torch.no_grad():
+                return self._draw(func, name, args, kwargs)
         if name in _DRAWS or name in _DRAWS_IN_PLACE:
             return self._draw(func, name, args, kwargs)
         # A number or a shape that depends on values: every rank needs the values.
@@ -434,6 +439,8 @@ class WholeView(TorchFunctionMode):
     def _draw(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Draw random numbers for the whole of a tensor, on every rank."""
         like = args[0]
+        # A stage that draws for its own modules alone would draw other numbers than one process.
+        self._agree(f"{name} for {tuple(like.shape)}", None)
         # In the shape of the whole: a shard would draw fewer numbers than one process.
         plain = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         drawn = func(plain, *self.values(args[1:]), **self.values(kwargs))

@@ -40,6 +40,7 @@ from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
 from lightning_par.strategies.start.padding import PaddingLook
+from lightning_par.strategies.start.structure import Structure
 from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.world_size import compares_world_sizes
@@ -92,6 +93,7 @@ class RunStart:
         # One look for all replicas: it holds the state of the run's rule.
         given = weigher, steps.form, decisions, steps.count, has_values
         self._first_look = FirstLook(module, mesh, layout, *given)
+        self._structure = Structure(module) if mesh.sizes.world_size > 1 else None
         self._padding = PaddingLook(module, mesh, weigher, self._first_look.tolerance)
         self.is_over, self._has_begun = False, False
         self._end_of_run = EndOfRun(module, steps.weigher, self._first_look)
@@ -149,6 +151,9 @@ class RunStart:
         steps, looks, batch = self.steps, self._first_look, args[0]
         if not self._has_begun:
             self._has_begun = True
+            if self._structure is not None:
+                self._structure.check()
+                self._structure = None
             # Layers may be frozen in a hook of the fit: so not before the first batch.
             if not steps.batch_layout.local_statistics:
                 check_batch_statistics(steps.module, steps.mesh, count)

@@ -86,6 +86,36 @@ def a_teacher_that_is_copied_under_a_pipeline(cured: bool) -> nn.Module:
     return Module("init" if cured else "fit")
 
 
+def _small_head() -> nn.Parameter:
+    return nn.Parameter(torch.full((64, 32), 0.01, dtype=torch.float64))
+
+
+@CURES.add("LP329", r"places of net\.head\.weight.*in __init__, setup or configure_model", "zero3")
+def a_parameter_that_is_replaced(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def setup(self, stage: str) -> None:
+            if cured:
+                self.net.head.weight = nn.Parameter(torch.full((64, 32), 0.01))
+
+        def on_fit_start(self) -> None:
+            if not cured:
+                self.net.head.weight = _small_head()
+
+    return Module()
+
+
+@CURES.add("LP329", r"places of net\.head\.weight.*write to a parameter in place", "tp2")
+def values_of_another_parameter(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_fit_start(self) -> None:
+            if cured:
+                self.net.head.weight.data.copy_(_small_head().data)
+            else:
+                self.net.head.weight = _small_head()
+
+    return Module()
+
+
 @CURES.add("LP328", r"or copy its weights alone, .name: w\.detach\(\)\.clone", "zero1")
 def weights_that_are_copied_on_the_mesh(cured: bool) -> nn.Module:
     class Module(PlainModule):

@@ -1,7 +1,7 @@
 """Hooks between the steps, in which a divided module looks whole."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -280,6 +280,29 @@ def averaged(begin: str, make: Callable[[Any], Any]) -> Any:
 def values_of(module: Any) -> dict[str, Tensor]:
     """Return copies of all weights."""
     return {n: p.detach().clone() for n, p in module.net.named_parameters()}
+
+
+def _initialized(go: Callable[[nn.Module], Iterable[nn.Parameter]]) -> Any:
+    class Module(PlainModule):
+        def on_train_start(self) -> None:
+            for weight in go(self.net):
+                nn.init.normal_(weight, std=0.05)
+                nn.init.kaiming_uniform_(weight, a=2.0)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    equal="zero1tp2 zero3",
+    refused={"pp2": r"ranks ask for different things.*Go over module\.named_parameters\(\)"},
+)
+def weights_of_each_linear_layer_are_drawn_again() -> Any:
+    return _initialized(lambda net: [m.weight for m in net.modules() if isinstance(m, nn.Linear)])
+
+
+@CASES.add(equal="pp2")
+def weights_of_all_parameters_are_drawn_again() -> Any:
+    return _initialized(lambda net: [p for _, p in net.named_parameters() if p.ndim == 2])
 
 
 @CASES.add(equal="pp2 zero1tp2", large="tp2 zero1 zero3 tp2pp2 zero2_offload")

@@ -1,0 +1,58 @@
+"""Whether a hook has changed which parameters a module has, after the mesh took it over."""
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["Structure"]
+
+
+class Structure:
+    """The modules of a module on a mesh, and their parameters.
+
+    Args:
+        module: The user's LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # The objects are held, so that no other one can get the same `id`.
+        self._held = {
+            name: (part, dict(part.named_parameters(recurse=False)))
+            for name, part in module.named_modules(remove_duplicate=False)
+        }
+
+    def check(self) -> None:
+        """Refuse parameters that were replaced, and modules that have changed their places.
+
+        Raises:
+            ConfigurationError: On every rank.
+
+        **Communicates**: their names, over all ranks.
+        """
+        now = dict(self._module.named_modules(remove_duplicate=False))
+        here = {id(part) for part in now.values()}
+        changed = [
+            name
+            for name, (part, _) in self._held.items()
+            if now.get(name) is not part and id(part) in here
+        ]
+        for name, (part, parameters) in self._held.items():
+            own = dict(part.named_parameters(recurse=False))
+            changed += [
+                f"{name}.{key}"
+                for key, held in parameters.items()
+                if own.get(key, held) is not held
+            ]
+        found: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(found, changed)
+        changed = list(dict.fromkeys(name for names in found for name in names))
+        if changed:
+            raise ConfigurationError(
+                "LP329",
+                f"a hook has put others in the places of {', '.join(changed[:4])}, and the mesh "
+                "computes with the parameters that it took over. Change modules before that, in "
+                "__init__, setup or configure_model; or write to a parameter in place, "
+                "self.net.head.weight.data.copy_(values).",
+            )
