@@ -242,7 +242,8 @@ STEPS: dict[str, dict[str, str]] = {
         "copy its weights alone": "cures_of_runs::weights_that_are_copied_on_the_mesh",
     },
     "LP329": {
-        "in __init__, setup or configure_model": "cures_of_runs::a_parameter_that_is_replaced",
+        "in __init__, setup or configure_model": """
+            cures_of_runs::a_parameter_that_is_replaced cures_of_runs::blocks_that_change_places""",
         "write to a parameter in place": "cures_of_runs::values_of_another_parameter",
     },
     # Pipelines and schedules

@@ -18,6 +18,9 @@ PROOFS: dict[str, str] = {
         cures_of_runs::a_teacher_that_is_copied_on_the_mesh
         cures_of_runs::a_teacher_that_is_copied_in_setup
         cures_of_runs::a_teacher_that_is_copied_under_a_pipeline""",
+    "puts another parameter or module in the place of one, in a hook of the run": """
+        cures_of_runs::a_parameter_that_is_replaced cures_of_runs::values_of_another_parameter
+        cures_of_runs::blocks_that_change_places""",
     "labels that the step masks or chooses, an `ignore_index` in the call, a count it divides by, "
     "class weights": """
         made_labels::a_copy_that_is_masked_in_place made_labels::tokens_that_a_condition_chooses

@@ -104,6 +104,25 @@ def a_parameter_that_is_replaced(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP329", r"places of net\.blocks\.0.*in __init__, setup or configure_model", "pp2")
+def blocks_that_change_places(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            if cured:
+                self.swap()
+
+        def on_fit_start(self) -> None:
+            if not cured:
+                self.swap()
+
+        def swap(self) -> None:
+            blocks = self.net.blocks
+            blocks[0], blocks[1] = blocks[1], blocks[0]
+
+    return Module()
+
+
 @CURES.add("LP329", r"places of net\.head\.weight.*write to a parameter in place", "tp2")
 def values_of_another_parameter(cured: bool) -> nn.Module:
     class Module(PlainModule):
