@@ -177,9 +177,15 @@ class FormWatch:
             ratios = frozenset(float(mean / said) for mean in means if said)
             self.confirms = replace(confirmed, ratios=ratios)
             return
-        wanted = [said * ratio for ratio in confirmed.ratios]
-        is_far = [(mean - each).abs() > _CLOSE * each for mean in means for each in wanted]
-        is_other = torch.stack(is_far).all()
+        is_other: Tensor | None = None
+        for mean in means:
+            for ratio in confirmed.ratios:
+                # Equal counts are equal numbers: one operation of the device.
+                is_count = confirmed.of_labels and ratio == 1
+                each = said if is_count else said * ratio
+                is_far: Any = each != mean if is_count else (each - mean).abs() > _CLOSE * each
+                is_other = is_far if is_other is None else is_other & is_far
+        assert is_other is not None
         if not confirmed.of_labels:  # a divisor has a bound where nothing counts
             is_other &= said > 0
         self._is_other = is_other if self._is_other is None else self._is_other | is_other
