@@ -82,6 +82,8 @@ def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
         name = node.name()
         if name.startswith("NllLoss") and _saved(node, "reduction") == 1:
             yield _saved(node, "total_weight")
+            if node is loss.grad_fn:  # it is all of the loss
+                return
         elif name == "DivBackward0" and not of_labels:
             divisor = _saved(node, "other")
             if isinstance(divisor, Tensor) and divisor.numel() == 1:
