@@ -81,7 +81,7 @@ def _of_labels(
             what = f"the labels != {first.ignored} that the step makes of"
             yield LossRule(
                 name=f"the mean over {what} {_listed(taped, names)}",
-                weigh=partial(_count_made, taped, first.ignored),
+                weigh=partial(_weigh_made, taped, partial(_count_unlike, first.ignored)),
                 declare=_DECLARE,
                 ignored=first.ignored,
                 labels=partial(_made, taped),
@@ -96,7 +96,7 @@ def _rule_of_classes(call: SeenLoss, path: str | None) -> LossRule:
         classes[call.ignored] = 0
     if path is None:
         assert call.made is not None
-        weigh = partial(_weigh_classes, call.made, classes)
+        weigh = partial(_weigh_made, call.made, partial(class_weights_of, weight=classes))
     else:
         weigh = partial(sum_of_class_weights, path, classes)
     name = "the mean weighted by the class weights that cross_entropy takes"
@@ -116,7 +116,7 @@ def _of_weights(
             number = f" ({index + 1})" * (len(seen.weights[0]) > 1)
             yield LossRule(
                 name=f"the mean {what} {_listed(taped, names)}{number}",
-                weigh=partial(_sum_made, taped),
+                weigh=partial(_weigh_made, taped, _sum),
                 declare=_DECLARE,
                 is_made=True,
             )
@@ -136,26 +136,29 @@ def _variant(taped: TapedTensor | None, fits: Callable[[TapedTensor], bool]) -> 
     return next(filter(fits, variants), None)
 
 
+def _made_of_parts(taped: TapedTensor, parts: Sequence[tuple[Any, int]]) -> list[Tensor]:
+    """Return what is made of each part; nothing if lengths do not fit."""
+    try:
+        return [taped.make(batch) for batch, _ in parts]
+    except Exception:  # of torch, of any kind
+        return []
+
+
 def _makes_labels(
     parts: Sequence[tuple[Any, int]], calls: Sequence[SeenLoss], taped: TapedTensor
 ) -> bool:
-    try:
-        made = [taped.make(batch).flatten().cpu() for batch, _ in parts]
-    except Exception:  # of torch: lengths that do not fit
-        return False
-    return all(map(torch.equal, made, [call.labels for call in calls]))
+    made = [labels.flatten().cpu() for labels in _made_of_parts(taped, parts)]
+    return bool(made) and all(map(torch.equal, made, [call.labels for call in calls]))
 
 
 def _makes_weights(
     parts: Sequence[tuple[Any, int]], weights: Sequence[SeenWeight], taped: TapedTensor
 ) -> bool:
-    try:
-        made = [float(taped.make(batch).sum()) for batch, _ in parts]
-    except Exception:  # of torch: lengths that do not fit
-        return False
+    made = [float(values.sum()) for values in _made_of_parts(taped, parts)]
     # A bound at its end (`clamp(min=1)`) is left out of what is made.
-    pairs = zip(made, weights, strict=True)
-    return all(math.isclose(one, other.value, rel_tol=1e-5) or not one for one, other in pairs)
+    pairs = zip(made, weights, strict=bool(made))
+    fits = [math.isclose(one, other.value, rel_tol=1e-5) or not one for one, other in pairs]
+    return bool(fits) and all(fits)
 
 
 def _listed(taped: TapedTensor, names: Sequence[str | None]) -> str:
@@ -175,22 +178,21 @@ def _made(taped: TapedTensor, batch: Any) -> Tensor:
         ) from error
 
 
-def _count_made(taped: TapedTensor, ignored: int, batch: Any, samples: int) -> Tensor:
-    if not taped.takes(batch):  # a batch of another loop
-        return MEAN_OVER_SAMPLES.weigh(batch, samples)
-    return (_made(taped, batch) != ignored).sum(dtype=torch.float64)
-
-
-def _weigh_classes(taped: TapedTensor, classes: Tensor, batch: Any, samples: int) -> Tensor:
+def _weigh_made(
+    taped: TapedTensor, weigh: Callable[[Tensor], Tensor], batch: Any, samples: int
+) -> Tensor:
+    """Weigh a part of a batch by what the step makes of it; one of another loop by its samples."""
     if not taped.takes(batch):
         return MEAN_OVER_SAMPLES.weigh(batch, samples)
-    return class_weights_of(_made(taped, batch), classes)
+    return weigh(_made(taped, batch))
 
 
-def _sum_made(taped: TapedTensor, batch: Any, samples: int) -> Tensor:
-    if not taped.takes(batch):
-        return MEAN_OVER_SAMPLES.weigh(batch, samples)
-    return _made(taped, batch).sum(dtype=torch.float64)
+def _count_unlike(ignored: int, labels: Tensor) -> Tensor:
+    return (labels != ignored).sum(dtype=torch.float64)
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float64)
 
 
 def rules_seen(

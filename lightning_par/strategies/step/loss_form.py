@@ -152,6 +152,11 @@ class FormWatch:
         self._is_other: Tensor | None = None
         self._differs: Tensor | None = None
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether losses have to be seen."""
+        return self.has_to_stay or self.confirms is not None
+
     def see(self, loss: Tensor, samples: int, weights: BatchWeights | None, index: int = 0) -> None:
         """Note the form of the loss of a batch, or of its first micro-batch; and of each whether it
         is a mean over as many as the rule of the loss says.

@@ -337,7 +337,7 @@ class StepRunner:
             samples, self.begun = dims.size or 1, (context, args, dims, count)
             if not self.looks.is_over:
                 self.looks.before_training(*self.begun, known)
-                if self.pipeline is not None and (self.form.has_to_stay or self.form.confirms):
+                if self.pipeline is not None and self.form.is_asked:
                     self.pipeline.form = self.form
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
@@ -370,8 +370,7 @@ class StepRunner:
                 # No backward comes that would free what FSDP has gathered in the forward.
                 self.sharding.release()
                 return torch.zeros((), device=self._device, requires_grad=True), Step(skips=True)
-            is_watched = self.form.has_to_stay or self.form.confirms is not None
-            if is_watched and not self.manual.is_used and output is not None:
+            if self.form.is_asked and not self.manual.is_used and output is not None:
                 self.form.see(loss_of(output), samples, weights)
             # What is open stays open until the backward is over: recomputation runs the forward
             # again, and needs the same attention, weights and sequences.
