@@ -13,24 +13,33 @@ from torch import nn
 
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["Forward", "wrap_forward", "wrappers_of"]
+__all__ = ["Forward", "copy_refused", "wrap_forward", "wrappers_of"]
 
 Forward = Callable[..., Any]
 _WRAPPERS = "_lightning_par_forward_wrappers"
 
 
-class _Names(list[str]):
-    """Names of wrappers, of a module that cannot be copied any more."""
+def copy_refused() -> ConfigurationError:
+    """Return the error of code that copies or pickles a module on a mesh."""
+    return ConfigurationError(
+        "LP328",
+        "copy.deepcopy or a pickle of a module on a mesh: the forward of the copy would be that of "
+        "the module, with its weights as they are trained. Copy it before the mesh takes it over, "
+        "as in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy in an "
+        "attribute of the LightningModule; or copy its weights alone, {name: w.detach().clone() "
+        "for name, w in self.net.named_parameters()}. In place of torch.save(self.net, path) write "
+        "torch.save(self.net.state_dict(), path) on all ranks, or save the module in on_fit_end.",
+    )
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise ConfigurationError(
-            "LP328",
-            "copy.deepcopy of a module on a mesh: the forward of the copy would be that of the "
-            "module, with its weights as they are trained. Copy it before the mesh takes it over, "
-            "as in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy "
-            "in an attribute of the LightningModule; or copy its weights alone, "
-            "{name: w.detach().clone() for name, w in self.net.named_parameters()}.",
-        )
+
+class _Names(list[str]):
+    """Names of wrappers, of a module that cannot be copied or pickled any more."""
+
+    def __copy__(self) -> "_Names":
+        return _Names(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise copy_refused()
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: str) -> None:

@@ -10,6 +10,7 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 __all__ = ["Place", "classify_units", "edge_weights", "role_problems"]
 
 Place = Literal["first", "last", "every"]
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ROLES: Mapping[str, Place] = {"first": "first", "last": "last", "replicated": "every"}
 
 
@@ -101,7 +102,10 @@ def _place(
 ) -> None:
     declared = _declared(plan, fqn)
     names = (name for role in _ROLES for name in getattr(plan, role))
-    if declared is not None or not any(name.startswith(fqn + ".") for name in names):
+    # Entries of a list by themselves, so that code of the user's finds the list on every stage.
+    is_list = type(module) in _LISTS and next(module.children(), None) is not None
+    nested = is_list or any(name.startswith(fqn + ".") for name in names)
+    if declared is not None or not nested:
         # Without parameters it costs nothing, and may be needed anywhere.
         free = next(module.parameters(), None) is None
         units[fqn] = declared or ("every" if free else place)

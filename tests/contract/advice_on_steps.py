@@ -240,6 +240,9 @@ STEPS: dict[str, dict[str, str]] = {
             cures_of_runs::a_teacher_that_is_copied_under_a_pipeline""",
         "copy it in setup": "cures_of_runs::a_teacher_that_is_copied_in_setup",
         "copy its weights alone": "cures_of_runs::weights_that_are_copied_on_the_mesh",
+        "save its state dict": """
+            cures_of_runs::blocks_that_are_pickled cures_of_runs::shards_that_are_pickled""",
+        "save the module in on_fit_end": "cures_of_runs::a_module_saved_after_the_run",
     },
     "LP329": {
         "in __init__, setup or configure_model": """

@@ -1,6 +1,8 @@
 """The hooks of a user's module and callbacks, and what surrounds them on a mesh."""
 
 import inspect
+import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from functools import partial, wraps
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.wrapping import copy_refused
 from lightning_par.strategies.hooks.mixed_tensors import MixedTensors
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -172,10 +175,16 @@ class UserHooks:
         assert self._view is not None
         if self._view.is_on or not self._are_together():  # one hook calls another, or it saves
             return call()
-        if name not in self._surrounded:
-            with self._model.steps.outside(True), MixedTensors():
-                return call()
-        return self._between_steps(name, owner, call)
+        try:
+            if name not in self._surrounded:
+                with self._model.steps.outside(True), MixedTensors():
+                    return call()
+            return self._between_steps(name, owner, call)
+        except (AttributeError, pickle.PicklingError) as error:
+            # Of what the mesh has put into a module, as FSDP's hooks and the stubs of stages.
+            if re.search("pickle.*(FSDP|lightning_par|not the same object)", str(error)):
+                raise copy_refused() from error
+            raise
 
     def _between_steps(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
         label = _label(owner, name)

@@ -1,6 +1,7 @@
 """What a mesh refuses of the time and place at which a run does something, and its cures."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -253,3 +254,37 @@ def test_refused_without_the_cure_and_equal_with_it(
     case: str, layout: str, refusal: str | None
 ) -> None:
     CURES.check(case, layout, refusal)
+
+
+class Pickles(PlainModule):
+    """Saves a part of its model in a hook, as a whole or its state dict."""
+
+    def __init__(self, hook: str, *, whole: bool, part: str = "net") -> None:
+        super().__init__()
+        self.hook, self.whole, self.part = hook, whole, part
+
+    def save(self, hook: str) -> None:
+        if hook == self.hook:
+            part = self.get_submodule(self.part)
+            torch.save(part if self.whole else part.state_dict(), io.BytesIO())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.save("on_train_batch_end")
+
+    def on_fit_end(self) -> None:
+        self.save("on_fit_end")
+
+
+@CURES.add("LP328", r"write torch\.save\(self\.net\.state_dict\(\), path\)", "pp2")
+def blocks_that_are_pickled(cured: bool) -> nn.Module:
+    return Pickles("on_train_batch_end", whole=not cured, part="net.blocks.0")
+
+
+@CURES.add("LP328", r"write torch\.save\(self\.net\.state_dict\(\), path\)", "zero3")
+def shards_that_are_pickled(cured: bool) -> nn.Module:
+    return Pickles("on_train_batch_end", whole=not cured)
+
+
+@CURES.add("LP328", r"or save the module in on_fit_end", "tp2")
+def a_module_saved_after_the_run(cured: bool) -> nn.Module:
+    return Pickles("on_fit_end" if cured else "on_train_batch_end", whole=True)

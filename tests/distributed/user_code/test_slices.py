@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
-from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.distributed.user_code.test_hooks import rate_of
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
@@ -123,6 +124,45 @@ def rows_of_a_gradient_in_a_hook_of_its_weight() -> Any:
     class Module(PlainModule):
         def on_fit_start(self) -> None:
             self.net.emb.weight.register_hook(hide)
+
+    return Module(), token_pairs()
+
+
+class Listed(PlainNet):
+    """Has lists of modules before and after its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # In the place of `emb`, as what stands before the blocks runs before them.
+        self.emb = nn.Sequential(self.emb, nn.Linear(32, 32), nn.GELU())  # type: ignore[assignment]
+        self.norm = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))  # type: ignore[assignment]
+        self.head = nn.ModuleDict({n: nn.Linear(32, 32) for n in ("low", "high")})  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        h = self.norm(h)
+        return torch.cat([head(h) for head in self.head.values()], -1)
+
+
+@CASES.add(equal="pp2 zero3", large="pp2_interleaved")
+def entries_of_lists_of_modules() -> Any:
+    """By number and name, in loops, and how many there are."""
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__(Listed())
+
+        @torch.no_grad()
+        def on_train_batch_end(self, *_: Any) -> None:
+            net = self.net
+            found = float(net.norm[-1].weight.norm()) + float(net.emb[1].bias.sum())
+            found += sum(float(head.weight.norm()) for head in net.head.values())
+            found += sum(float(part.bias.sum()) for part in net.norm) + len(net.emb)
+            net.head["low"].weight.mul_(0.9)
+            net.emb[1].bias.add_(0.01)
+            rate_of(self, found)
 
     return Module(), token_pairs()
 

@@ -50,7 +50,8 @@ def test_units_before_the_blocks_are_first_those_after_are_last_at_every_level()
         "scale": "first",
         "table": "first",
         "dropout": "every",
-        "wrap": "first",
+        "wrap.before": "first",  # entries of a list by themselves
+        "wrap.after": "first",
         "body.shift": "first",
         "body.enter": "first",
         "body.norm": "last",
