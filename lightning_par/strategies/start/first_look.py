@@ -23,6 +23,7 @@ from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.contrast import make_contrast
+from lightning_par.strategies.start.logged_means import sized_by_samples, sized_on_all
 from lightning_par.strategies.start.loss_refusal import refusal_of_loss, refusal_of_uncounted
 from lightning_par.strategies.start.loss_rule import (
     candidate_rules,
@@ -496,8 +497,7 @@ class FirstLook:
     def judge_logs(
         self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
     ) -> frozenset[str]:
-        """Learn how logged numbers follow from those of parts of a batch; return the names of the
-        numbers and metrics that do not follow from them.
+        """Learn how logged numbers and metrics follow from parts of a batch; return which do not.
 
         Args:
             seen: What the step did on some samples and on parts of them.
@@ -507,34 +507,35 @@ class FirstLook:
         **Communicates**: a number over the replicas; and the names, if there are such.
         """
         kinds: dict[str, int] | None = None
+        sized: dict[str, bool] = {}
         # A prediction has no labels to weigh by.
         if len(parts) > 1 and (any(seen.logs) or any(seen.metrics)):
-            weights = [float(self._weigher.rule.weigh(*part)) for part in parts[1:]]
             logs = [
                 [call for call in made if microbatches > 1 or call.options.get("sync_dist")]
                 for made in seen.logs
             ]
-            weighted = torch.tensor(weights, dtype=torch.float64)
+            weighted = torch.stack([self._weigher.rule.weigh(*p).double().cpu() for p in parts[1:]])
             counts = [count for _, count in parts[1:]]
             kinds = compare_parts(logs, weighted, self.tolerance(), counts)
+            sized = sized_by_samples(logs, weighted, [parts[0][1], *counts])
             # A number that is 0 is the sum of parts as well as their mean.
             self._weigher.judged |= {call.name for call in logs[0] if call.value}
             kinds |= compare_metrics(*seen.metrics, self.tolerance())
-        held = [kinds]
+        held = [(kinds, sized)]
         if self._mesh.sizes.data > 1:
-            tells = torch.tensor(max((kinds or {}).values(), default=SAME_KIND))
+            tells = torch.tensor(max([*(kinds or {}).values(), *sized.values()], default=0))
             dist.all_reduce(tells, dist.ReduceOp.MAX, group=self._mesh.data_group)
             if tells == SAME_KIND:
                 return frozenset()
             held *= self._mesh.sizes.data
-            dist.all_gather_object(held, kinds, group=self._mesh.data_group)
-        known = [found for found in held if found is not None]
+            dist.all_gather_object(held, (kinds, sized), group=self._mesh.data_group)
+        known = [found for found, _ in held if found is not None]
+        self._weigher.sized |= sized_on_all([names for found, names in held if found is not None])
         by_name = {name: {found.get(name) for found in known} for found in known for name in found}
         self._weigher.sums |= {name for name, kind in by_name.items() if kind == {SUM_OF_PARTS}}
         means = {name for name, kind in by_name.items() if kind <= {SAME_KIND, MEAN_OF_SAMPLES}}
         self._weigher.by_samples |= {name for name in means if MEAN_OF_SAMPLES in by_name[name]}
-        if self._weigher.by_samples:
-            named = ", ".join(sorted(self._weigher.by_samples))
+        if named := ", ".join(sorted(self._weigher.by_samples)):
             self._decisions.add("logs", f"{named} by samples, others as the loss")
         mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
         return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)

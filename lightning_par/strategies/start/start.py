@@ -37,6 +37,7 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
+from lightning_par.strategies.start.logged_means import learn_rule
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
 from lightning_par.strategies.start.padding import PaddingLook
@@ -45,6 +46,7 @@ from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.world_size import compares_world_sizes
 from lightning_par.strategies.step.batch_statistics import check_batch_statistics
+from lightning_par.strategies.step.batch_weights import LossRule
 from lightning_par.strategies.step.metrics import LookAtMetrics
 from lightning_par.strategies.step.pipelined_step import StepContext
 from lightning_par.strategies.step.runner import EvaluationStep, StepRunner
@@ -316,8 +318,25 @@ class RunStart:
             known.count = 1  # what hooks of an epoch read, or it writes, is then of a whole batch
         if has_replicas:
             warn_of_own_outputs(steps.module, name, seen, steps.mesh.sizes.data)
-        if is_random:
-            return
+        if not is_random:
+            self._judge(known, name, rules, seen, parts)
+
+    def _judge(
+        self,
+        known: EvaluationStep,
+        name: str,
+        rules: Sequence[LossRule],
+        seen: StepReport,
+        parts: Sequence[tuple[Any, int]],
+    ) -> None:
+        """Find out how an evaluation step logs what parts of a batch do, and say what it does not.
+
+        **Communicates**: as `learn_rule` and `judge_logs` do.
+        """
+        steps, looks = self.steps, self._first_look
+        has_replicas = steps.mesh.sizes.data > 1
+        if has_replicas and not looks.looks and name != "predict_step":
+            learn_rule(steps, rules, seen, parts, looks.tolerance())
         others = looks.judge_logs(seen, parts, known.count)
         if others or any(each.startswith(f"{name}()") for each in steps.weigher.sums):
             known.count = 1

@@ -76,6 +76,7 @@ class BatchWeights:
         is_sum: Whether losses are added.
         sums: Names of logged values that are added, too.
         by_samples: Names of logged values that weigh by the samples, whatever weighs in the loss.
+        sized: Names of those that are logged with the number of samples as their `batch_size`.
         sizes: Numbers of samples of the micro-batches.
         replicas: Number of replicas.
         zero: Numbers of this replica's micro-batches whose loss has weight 0.
@@ -93,6 +94,7 @@ class BatchWeights:
     is_sum: bool = False
     sums: frozenset[str] = frozenset()
     by_samples: frozenset[str] = frozenset()
+    sized: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = ()
     replicas: int = 1
     zero: frozenset[int] = frozenset()
@@ -273,6 +275,7 @@ class BatchWeigher:
         alternatives: Other rules, which weighed all samples alike so far, as `rule` did.
         sums: Names of logged values that are sums over the samples, as the loss is.
         by_samples: Names of those that are means over the samples, as the loss is not.
+        sized: Names of those that are logged with the number of samples as their `batch_size`.
         judged: Names of those of which it is known, or was said that it is not.
         fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
         compares_lengths: Whether to compare the lengths of the batches of the replicas.
@@ -284,6 +287,7 @@ class BatchWeigher:
         self.alternatives: tuple[LossRule, ...] = ()
         self.sums: frozenset[str] = frozenset()
         self.by_samples: frozenset[str] = frozenset()
+        self.sized: frozenset[str] = frozenset()
         self.judged: frozenset[str] = frozenset()
         self.fills, self.compares_lengths = False, False
         self._ranks, self._replicas = sizes.shares, sizes.data
@@ -387,6 +391,7 @@ class BatchWeigher:
             is_sum=self.rule.is_sum,
             sums=self.sums,
             by_samples=self.by_samples,
+            sized=self.sized,
             sizes=tuple(samples),
             replicas=self._replicas,
             zero=self._zero(replica, zero),

@@ -231,12 +231,22 @@ def adjust_logs(
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         # In this order: a value with a weight of its own is joined first, which leaves nothing
         # for `_weighted` to scale.
+        options = _without_samples(name, value, options, weights)
         value = _joined(module, value, options, weights, samples)
         value, options = _weighted(name, value, options, weights)
         original(name, value, *args, **options)
 
     with nullcontext() if weights is None and not samples else _shadow_log(module, log):
         yield
+
+
+def _without_samples(
+    name: str, value: Any, options: dict[str, Any], weights: BatchWeights | None
+) -> dict[str, Any]:
+    """Leave out a `batch_size` that is the number of samples, which weighs no part of a batch."""
+    if weights is None or name not in weights.sized or isinstance(value, Metric):
+        return options
+    return {key: option for key, option in options.items() if key != "batch_size"}
 
 
 def _weighs_itself(value: Any, options: dict[str, Any]) -> bool:
@@ -280,7 +290,8 @@ def _weighted(
 ) -> tuple[Any, dict[str, Any]]:
     """Scale a value by the weight of this replica, if Lightning averages it over the replicas.
 
-    A call with its own ``batch_size`` already says how its value weighs.
+    A call with its own ``batch_size`` already says how its value weighs, unless that is the number
+    of samples, see `_without_samples`.
     """
     if weights is not None and not isinstance(value, Metric):
         # It repeats a sample of another replica: what it logs must not move the mean.
@@ -458,8 +469,9 @@ def replay_logs(
             set_last_batch_value(metric, call.value)
             module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
             continue
-        value = _joined(module, call.value, call.options, weights, batch_size)
-        value, options = _weighted(call.name, value, call.options, weights)
+        options = _without_samples(call.name, call.value, call.options, weights)
+        value = _joined(module, call.value, options, weights, batch_size)
+        value, options = _weighted(call.name, value, options, weights)
         options = {"batch_size": batch_size, **options}
         if isinstance(value, Tensor):
             value = value.to(torch.get_default_dtype()).to(module.device)

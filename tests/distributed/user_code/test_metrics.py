@@ -82,6 +82,25 @@ class Weighing(PlainModule):
         self.log("val_loss", self.val_loss.compute())
 
 
+class Sized(PlainModule):
+    """Logs a mean over labels with the number of samples, as `self.log` asks for where it cannot
+    tell it from the batch.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=len(batch[0]), sync_dist=True)
+        self.log("loss_of_epoch", loss, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch[0]), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+        self.log("spread", self.net(batch[0]).std((1, 2)).mean(), sync_dist=True)
+
+
 class _Steps(Callback):
     """Writes down what each training step has logged."""
 
@@ -139,6 +158,36 @@ def _weighed() -> Any:
 
 def _unweighed() -> Any:
     return Weighing(weighs=False).double(), _ragged()
+
+
+def _sized() -> Any:
+    return Sized().double(), _ragged()[:30]  # the last batch is not full
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pp2"])
+def test_a_batch_size_weighs_nothing_inside_of_a_batch(layout: str) -> None:
+    ((_, found, *_),) = run_ranks(_train, 1, None, _sized)
+    for _, got, *_ in run_ranks(_train, 2, layout, _sized, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+
+
+def _evaluate(rank: int, world: int, layout: str | None) -> Any:
+    """Evaluate without a fit before, which would have shown how the loss weighs."""
+    seed_everything(0, verbose=False)
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = DataLoader(_ragged()[:30], 8 if layout is None else 4)
+        found = trainer.test(Sized().double(), loader, verbose=False)[0]
+    return found, [str(w.message) for w in caught if "test_step logs" in str(w.message)]
+
+
+def test_an_evaluation_alone_weighs_labels() -> None:
+    ((found, _),) = run_ranks(_evaluate, 1, None)
+    for got, told in run_ranks(_evaluate, 2, "zero1", timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+        assert not told
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2"])
