@@ -61,7 +61,7 @@ class SeenWeight:
     Attributes:
         made: How it is made.
         chooses: Whether it is a mask that chooses entries of what the model gave, as those of
-            which the loss is the mean; else it is a number by which the step divides.
+            which the loss is the mean; else it is what the step divides by.
         value: Its sum.
     """
 
@@ -131,8 +131,9 @@ class LookAtLosses(TorchFunctionMode):
         if self._tape.of(value) is not None:  # of the batch as well: no loss
             return
         made = None
-        if function in _QUOTIENTS and by.numel() == 1:
-            made = self._tape.of(by, is_bounded=False)
+        if function in _QUOTIENTS:
+            # Several numbers, as counts of each class: what they are bounded by is in their sum.
+            made = self._tape.of(by, is_bounded=by.numel() > 1)
         elif function in _CHOICES and by.dtype == torch.bool:
             made = self._tape.of(by)
         if made is not None:

@@ -403,9 +403,10 @@ class FirstLook:
         if found.samples == 1 and not found.is_random:
             doubled = tried([0, 0], [0], [0])
             found = found if doubled is None else replace(found, errors=doubled.errors)
-        if found.samples >= 4 and found.errors and not _is_told(found):
-            # Of a part nothing may count, as where a mask is drawn; more samples may tell.
-            halved = tried([0, 1, 2, 3], [0, 1], [2, 3])
+        if found.samples >= 4 and not _is_told(found):
+            # Of a part nothing may count, or no triplet have its third; more samples may tell.
+            rows = [*range(min(found.samples, 16))]
+            halved = tried(rows, rows[: len(rows) // 2], rows[len(rows) // 2 :])
             return found if halved is None else replace(halved, samples=found.samples)
         if found.samples >= 4 and not found.seen:
             # In the order of the halves: a step that draws for the samples gives each its numbers.

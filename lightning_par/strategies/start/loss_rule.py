@@ -208,7 +208,9 @@ def rule_error(
         return float("inf")
     pairs = zip(weights, parts, strict=True)
     # Only parts that weigh something: the loss of others may be NaN.
-    return abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
+    error = abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
+    # A rule by which a part without a loss weighs something does not hold; another one may.
+    return float("inf") if math.isnan(error) else error
 
 
 def choose_rule(errors: Mapping[str, float], tolerance: float) -> list[str]:
@@ -272,10 +274,10 @@ def errors_of(
     rules: Sequence[LossRule], seen: StepReport, parts: Sequence[tuple[Any, int]]
 ) -> dict[str, float]:
     """Return the error of every rule, the largest of all losses of a step; nothing if the parts
-    have other numbers of them, or none.
+    have other numbers of them, or none, or if all are 0, which every rule makes of 0.
     """
     # Manual optimization may run another number of backwards on a part.
-    if len({len(losses) for losses in seen.losses}) > 1 or not seen.losses[0]:
+    if len({len(losses) for losses in seen.losses}) > 1 or not any(map(any, seen.losses)):
         return {}
     weights = {rule.name: [float(rule.weigh(*part)) for part in parts] for rule in rules}
     columns = list(zip(*seen.losses, strict=True))

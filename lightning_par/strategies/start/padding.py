@@ -24,7 +24,7 @@ from lightning_par.observe.modes import WithoutDropout
 from lightning_par.strategies.start.uncut_batch import RunParts
 from lightning_par.strategies.step.batch_weights import BatchWeigher, row_length
 
-__all__ = ["PaddingLook"]
+__all__ = ["PaddingLook", "difference_of"]
 
 
 class PaddingLook:
@@ -77,7 +77,7 @@ class PaddingLook:
         try:
             with WithoutDropout():
                 seen, _ = run(parts, made=True)
-            difference = _difference(seen.losses) if cut else math.nan
+            difference = difference_of(seen.losses) if cut else math.nan
         except ConfigurationError:  # the step does not take them, on any rank
             pass
         known = torch.tensor([difference if math.isfinite(difference) else -1.0])
@@ -159,7 +159,7 @@ def _without_padding(batch: Any) -> Any:
     return map_tensors(batch, cut)
 
 
-def _difference(losses: list[tuple[float, ...]]) -> float:
+def difference_of(losses: list[tuple[float, ...]]) -> float:
     """Return how far the losses of two batches are apart, of the larger one."""
     if len(losses) != 2 or len(losses[0]) != len(losses[1]) or not losses[0]:
         return math.nan

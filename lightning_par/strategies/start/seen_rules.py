@@ -154,11 +154,19 @@ def _makes_labels(
 def _makes_weights(
     parts: Sequence[tuple[Any, int]], weights: Sequence[SeenWeight], taped: TapedTensor
 ) -> bool:
-    made = [float(values.sum()) for values in _made_of_parts(taped, parts)]
+    values = _made_of_parts(taped, parts)
+    made = [float(each.sum()) for each in values]
+    if not weights[0].chooses and _is_cut(values, parts):
+        return False  # each sample is divided by its own number
     # A bound at its end (`clamp(min=1)`) is left out of what is made.
     pairs = zip(made, weights, strict=bool(made))
     fits = [math.isclose(one, other.value, rel_tol=1e-5) or not one for one, other in pairs]
     return bool(fits) and all(fits)
+
+
+def _is_cut(values: Sequence[Tensor], parts: Sequence[tuple[Any, int]]) -> bool:
+    """Whether what is made of a batch has as many numbers for each of its samples."""
+    return len({each.numel() / count for each, (_, count) in zip(values, parts, strict=False)}) == 1
 
 
 def _listed(taped: TapedTensor, names: Sequence[str | None]) -> str:

@@ -44,6 +44,7 @@ from lightning_par.strategies.start.padding import PaddingLook
 from lightning_par.strategies.start.structure import Structure
 from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
+from lightning_par.strategies.start.uncut_numbers import check_uncut_numbers
 from lightning_par.strategies.start.world_size import compares_world_sizes
 from lightning_par.strategies.step.batch_statistics import check_batch_statistics
 from lightning_par.strategies.step.batch_weights import LossRule
@@ -173,6 +174,10 @@ class RunStart:
             # After the look at the first step, with which it is compared.
             self._end_of_run.look(at_end, lambda: steps.weigher.weigh(*steps.cut(batch)))
             is_first = steps.form.has_to_stay and looks.looks == 1
+            if is_first and steps.mesh.sizes.data > 1 and steps.batch_layout.loss_weight is None:
+                rules = [steps.weigher.rule, *looks.rules(batch, found)]
+                tolerance = looks.tolerance()
+                check_uncut_numbers(steps.module, steps.mesh, rules, batch, found, run, tolerance)
             steps.weigher.compares_lengths |= is_first and steps.random.draws_more
             if steps.weigher.compares_lengths and steps.mesh.sizes.data > 1:
                 self._padding.check(batch, found, run, draws=steps.random.draws_more)

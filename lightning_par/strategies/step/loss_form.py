@@ -4,13 +4,16 @@ Note [Form of a loss]: a term that begins after some steps, a mean that becomes 
 of samples makes other operations at the end of the autograd graph. Reading their names takes some
 microseconds and no device. A rank that meets a new form poisons the norm which all ranks compute
 before the optimizer step, so that all of them look at the step once more; nobody communicates
-while the form stays.
+while the form stays. So does a part of a batch that weighs nothing, as nothing counts in it, if its
+loss is a number other than 0: the step divides by a bound there, and one process would not leave
+the part out.
 
 The graph also holds the numbers of which a loss is a mean: the labels that a cross-entropy counts,
 a divisor. Each step confirms by them the rule that weighs batches, which was seen on the first ones
 only; the device compares, and poisons the norm as well, so that the host does not wait.
 """
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -137,6 +140,7 @@ class FormWatch:
         look_at_padding: Looks whether padding weighs in the loss of that batch, on every rank.
         reads_factors: Whether a term of the loss had the factor 0, and may get another one.
         is_new: Whether the loss of this rank has a form that was not looked at.
+        loses: Whether a part of the present batch weighs nothing, and has a loss.
         watches: Whether the loss of the present batch can be looked at.
         has_to_stay: Whether the loss has to keep the form in which it was looked at.
         confirms: What each step has to confirm; None: nothing.
@@ -147,6 +151,7 @@ class FormWatch:
         self.look_at_padding: Callable[[], None] = lambda: None
         self.reads_factors = False
         self.is_new, self.watches, self.has_to_stay = False, True, False
+        self.loses = False
         self.confirms: Confirmed | None = None
         self._device, self._known = device, set[Hashable]()
         self._is_other: Tensor | None = None
@@ -171,6 +176,9 @@ class FormWatch:
             return
         if not index and weights is not None:
             self._differs = weights.differs
+        # The host waits for the device, in the rare batch with a part in which nothing counts.
+        if self.has_to_stay and weights is not None and index in weights.zero and not weights.fills:
+            self.loses |= 0 < abs(float(loss.detach())) < math.inf
         if self.confirms is not None and weights is not None and weights.counts is not None:
             self._confirm(self.confirms, loss, weights.counts[index])
         if not index:
@@ -199,7 +207,7 @@ class FormWatch:
 
     def marked(self, loss: Tensor) -> Tensor:
         """Return a loss, or NaN where all ranks have to be told that something is wrong with it."""
-        if self.is_new:
+        if self.is_new or self.loses:
             return torch.full_like(loss, torch.nan)
         for flag in (self._is_other, self._differs):
             loss = loss if flag is None else torch.where(flag.to(loss.device), torch.nan, loss)
@@ -207,9 +215,14 @@ class FormWatch:
 
     def end(self, *, is_judged: bool) -> None:
         """Forget what was noted of a step; warn of it if nobody has judged the step."""
-        if self.is_new or (not is_judged and self._is_other is not None and self._is_other):
+        is_other = self.loses or (self._is_other is not None and bool(self._is_other))
+        if self.is_new or (not is_judged and is_other):
             self._warn()
-        self.is_new, self._is_other, self._differs = False, None, None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_new = self.loses = False
+        self._is_other = self._differs = None
 
     def _see_form(self, loss: Tensor, samples: int) -> None:
         # Forms that follow the data never settle; each new one costs a look at the step.
@@ -238,16 +251,27 @@ class FormWatch:
 
         Raises:
             ConfigurationError: On every rank, if the loss of any is a mean over another number than
-                its batch weighs.
+                its batch weighs, or one that weighs nothing is not left out by one process.
 
-        **Communicates**: one all-reduce of three numbers over all ranks; then what `again` does.
+        **Communicates**: one all-reduce of four numbers over all ranks; then what `again` does.
         """
         # Every rank votes, as only those that met the new form know of it.
         flags = [flag is not None and bool(flag) for flag in (self._is_other, self._differs)]
-        found = torch.tensor([self.is_new, *flags], device=self._device, dtype=torch.float32)
+        votes = [self.is_new, self.loses, *flags]
+        found = torch.tensor(votes, device=self._device, dtype=torch.float32)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        is_new, is_other, differs = map(bool, found.tolist())
-        self.is_new, self._is_other, self._differs = False, None, None
+        is_new, loses, is_other, differs = map(bool, found.tolist())
+        self._forget()
+        if loses:
+            raise ConfigurationError(
+                "LP309",
+                "training_step: its first batches show that the loss is a mean over what counts in "
+                "a batch. Nothing counts in a part of this one, a micro-batch or that of a "
+                "replica, and yet its loss is a number other than 0, as the step divides it by a "
+                "bound, such as max(count, 1). One process divides it by the count of all parts. "
+                "Use num_microbatches=1 and data_parallel_size=1, or divide by the number of "
+                "samples, or have something count in each part. Nothing of this step was kept.",
+            )
         if is_other:
             assert self.confirms is not None
             raise ConfigurationError(
