@@ -1,21 +1,23 @@
-"""Whether a loss depends on a number of the batch that each replica makes of its own rows.
+"""Whether a loss depends on numbers of the batch that each replica makes of its own rows.
 
 Note [Uncut numbers]: a collate function may count the labels of a batch, by which the step divides
 a sum. Parts of that batch have the same number, so that their losses add up; those of replicas do
 not, as each replica counts its own labels, and one process all of them. So the step runs with other
 numbers, too. If the loss follows them, they have to be the same in one process: they are not if
-replicas have different ones, or if they are what a rule of the loss counts.
+replicas have different ones, or if they are what a rule of the loss counts. Likewise weights that a
+collate function divides by their sum, or rewards without their mean: the numbers of the samples
+differ, and yet have the sum 0, the sum 1 or the mean 1 on each replica.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.engine.batch import batch_entry, BatchDims, take_samples
 from lightning_par.engine.tensor_tree import children, rebuild
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
@@ -56,18 +58,19 @@ def check_uncut_numbers(
     numbers = dict(_numbers(batch))
     counts = [float(rule.weigh(batch, dims.size or 1)) for rule in rules] if numbers else []
     own = {path for path, number in numbers.items() if number > 1 and number in counts}
-    held: list[Any] = [(numbers, own)] * mesh.sizes.data
+    held: list[Any] = [(numbers, own, _scaled(batch, dims))] * mesh.sizes.data
     dist.all_gather_object(held, held[0], group=mesh.data_group)
-    names = {path for given, _ in held for path in given}
-    names = {path for path in names if len({given.get(path) for given, _ in held}) > 1}
+    names = {path for given, *_ in held for path in given}
+    names = {path for path in names if len({given.get(path) for given, *_ in held}) > 1}
     if rules[0].is_sum:
-        names |= set.intersection(*(counted for _, counted in held))
+        names |= set.intersection(*(counted for _, counted, _ in held))
+    names |= set.intersection(*(paths for *_, paths in held))
     if not names:
         return
     is_cut = dims.size is not None and not dims.unsure
     taken = take_samples(batch, dims, [*range(min(dims.size or 1, 2))]) if is_cut else batch
     count = min(dims.size or 1, 2) if is_cut else 1
-    parts = [(taken, count), (taken, count), (_other_numbers(taken), count)]
+    parts = [(taken, count), (taken, count), (_with_other(names, taken), count)]
     try:
         with WithoutDropout():
             losses = run(parts, made=True)[0].losses
@@ -80,15 +83,34 @@ def check_uncut_numbers(
         raise ConfigurationError(
             "LP309",
             f"{type(module).__name__}.training_step: its loss depends on "
-            f"{', '.join(sorted(names))} of the batch, which each replica has of its own rows, as "
-            "where a collate_fn counts labels. One process has that of all rows, by which the loss "
-            "would be another one. Compute it in the step, of the tensors of the batch, as "
-            "(labels != -100).sum(), which is seen there; or use data_parallel_size=1. No weight "
-            "was changed.",
+            f"{', '.join(map(repr, sorted(names)))} of the batch, which each replica has of its "
+            "own rows, as where a collate_fn counts labels, or divides weights by their sum. One "
+            "process has that of all rows, by which the loss would be another one. Compute it in "
+            "the step, of the tensors of the batch, as (labels != -100).sum(), which is seen "
+            "there; or use data_parallel_size=1. No weight was changed.",
         )
 
 
-def _numbers(node: Any, path: str = "the batch") -> Iterator[tuple[str, float]]:
+def _scaled(batch: Any, dims: BatchDims) -> set[str]:
+    """Return the entries whose numbers differ between samples, and have the sum 0, the sum 1 or the
+    mean 1, as no samples have by chance.
+    """
+    found = set()
+    for path, dim in dims.dims.items():
+        entry = batch_entry(batch, path) if path else None
+        if isinstance(entry, Tensor) and entry.is_floating_point() and not dim and len(entry) > 1:
+            rows = entry.double().flatten(1).sum(1) if entry.ndim > 1 else entry.double()
+            near = 1e-6 * float(rows.abs().sum())
+            differ = float(rows.max() - rows.min()) > 1e3 * near
+            # Whole numbers, such as labels, may have such a sum by chance.
+            is_whole = not (rows % 1).any()
+            if differ and not is_whole:
+                total = float(rows.sum())
+                found |= {path} if any(abs(total - n) <= near for n in (0, 1, len(rows))) else set()
+    return found
+
+
+def _numbers(node: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a batch that no sample has for itself, with their paths."""
     if (number := _number_of(node)) is not None:
         yield path, number
@@ -96,7 +118,7 @@ def _numbers(node: Any, path: str = "the batch") -> Iterator[tuple[str, float]]:
     # A list of numbers has one for each sample.
     if not all(_number_of(value) is not None for _, value in held):
         for key, value in held:
-            yield from _numbers(value, repr(str(key)) if path == "the batch" else f"{path}.{key}")
+            yield from _numbers(value, f"{path}.{key}" if path else str(key))
 
 
 def _number_of(node: Any) -> float | None:
@@ -107,10 +129,12 @@ def _number_of(node: Any) -> float | None:
     return float(node) if math.isfinite(float(node)) else None
 
 
-def _other_numbers(node: Any) -> Any:
-    if _number_of(node) is not None:
+def _with_other(paths: Collection[str], node: Any, path: str = "") -> Any:
+    """Return a batch with other numbers in the entries `paths`."""
+    if path in paths:
         return node * 2 + 1
     held = children(node)
-    if not held or all(_number_of(value) is not None for _, value in held):
+    if not held:
         return node
-    return rebuild(node, [(key, _other_numbers(value)) for key, value in held])
+    below = [(key, f"{path}.{key}" if path else str(key), value) for key, value in held]
+    return rebuild(node, [(key, _with_other(paths, value, name)) for key, name, value in below])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.distributed.user_code.test_batches import stack, Undeclared
+from tests.distributed.user_code.test_batches import per_sample, stack, Undeclared
 from tests.distributed.user_code.test_losses import of_loss, shortened
 from tests.support.models.plain_language_model import token_pairs
 from tests.support.user_code import Cases
@@ -83,6 +83,34 @@ def a_count_of_the_collate_fn() -> Any:
         return {"x": x, "y": y, "count": int((y != -100).sum())}
 
     return Module(), shortened(lambda i: 2 + i * 5 % 11), collate
+
+
+@CASES.add(equal="pp2", refused={"zero1": r"depends on 'weight' of the batch.*LP309"})
+def weights_whose_sum_is_one_in_each_batch() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            return (per_sample(self, batch["x"], batch["y"]) * batch["weight"]).sum()
+
+    def collate(samples: Any) -> Any:
+        x, y = stack(samples)
+        return {"x": x, "y": y, "weight": (x[:, 0] + 1) / (x[:, 0] + 1).sum()}
+
+    return Module(), token_pairs(), collate
+
+
+@CASES.add(equal="pp2 zero1")
+def weights_of_samples_beside_numbers_of_their_batch() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            losses = per_sample(self, batch["x"][:, : batch["length"]], batch["y"])
+            return (losses * batch["weight"]).mean() / batch["heat"]
+
+    def collate(samples: Any) -> Any:
+        x, y = stack(samples)
+        numbers = {"length": x.shape[1], "first": int(x[0, 0]), "heat": torch.tensor(2.0)}
+        return {"x": x, "y": y, "weight": (x[:, 0] + 1) / 30, **numbers}
+
+    return Module(), token_pairs(), collate
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
