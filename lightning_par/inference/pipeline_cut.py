@@ -222,8 +222,8 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
             # Each stage runs the step, and so the code that reads it.
             if place == "first" and name in read_by_step:
                 place = "every"
-            # Stubs of the last stage's modules raise when they are called before the blocks.
-            if place == "last" and _is_called_early(trace, name, calls[0]):
+            # Stubs of the last stage's modules raise when an earlier stage calls them.
+            if place == "last" and _is_called_early(trace, name, calls[-1]):
                 place = "every"
             if place is not None and place != default:
                 roles[place].append(name)
@@ -254,9 +254,7 @@ def _read_by_step(trace: Trace) -> set[str]:
 
 
 def _is_called_early(trace: Trace, name: str, block: Call) -> bool:
-    """Tell whether a module is called before the first block, where only the first stage has one
-    that stages share.
-    """
+    """Tell whether a module is called before the last block, as a stage that lacks it may do."""
     calls = (call for call in trace.calls[: block.number] if call.number not in block.outer)
     return any(call.fqn == name or call.fqn.startswith(f"{name}.") for call in calls)
 

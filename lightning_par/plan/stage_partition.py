@@ -10,7 +10,6 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 __all__ = ["Place", "classify_units", "edge_weights", "role_problems"]
 
 Place = Literal["first", "last", "every"]
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ROLES: Mapping[str, Place] = {"first": "first", "last": "last", "replicated": "every"}
 
 
@@ -102,18 +101,27 @@ def _place(
 ) -> None:
     declared = _declared(plan, fqn)
     names = (name for role in _ROLES for name in getattr(plan, role))
-    # Entries of a list by themselves, so that code of the user's finds the list on every stage.
-    is_list = type(module) in _LISTS and next(module.children(), None) is not None
-    nested = is_list or any(name.startswith(fqn + ".") for name in names)
-    if declared is not None or not nested:
+    is_taken_apart = declared is None and any(name.startswith(fqn + ".") for name in names)
+    # Code looks into a list or dict of modules, which stays: its modules are placed one by one.
+    if not is_taken_apart and not _is_only_a_list(module):
         # Without parameters it costs nothing, and may be needed anywhere.
         free = next(module.parameters(), None) is None
         units[fqn] = declared or ("every" if free else place)
         return
+    place = declared or place
     for name, _ in module.named_parameters(recurse=False):
         units[f"{fqn}.{name}"] = _declared(plan, f"{fqn}.{name}") or place
     for name, child in module.named_children():
         _place(child, f"{fqn}.{name}", place, plan, units)
+
+
+def _is_only_a_list(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return False
+    # One that computes by itself needs a stub; a module with two names has one place.
+    computes = type(module).forward not in (nn.Module.forward, nn.Sequential.forward)
+    holds_more = any(True for _ in (*module.parameters(recurse=False), *module.buffers(False)))
+    return not computes and not holds_more and len(module) == len({*module.children()})
 
 
 def _declared(plan: ParallelPlan, fqn: str) -> Place | None:

@@ -278,6 +278,42 @@ def losses_that_experts_keep() -> Any:
     return Module(experts_by_hand(keeps_loss=True)), token_pairs()
 
 
+class _WithHeads(nn.Module):
+    """Adds up what heads say of the outputs of several blocks; takes dicts and lists apart."""
+
+    def __init__(self, *, listed: bool) -> None:
+        super().__init__()
+        tables = {"tokens": nn.Embedding(64, 32), "positions": nn.Embedding(16, 32)}
+        self.tables: Any = nn.ModuleList(tables.values()) if listed else nn.ModuleDict(tables)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(4)
+        )
+        self.names = ["0", "1", "3"]
+        heads = {name: nn.Linear(32, 64) for name in self.names}
+        self.heads: Any = nn.ModuleList(heads.values()) if listed else nn.ModuleDict(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_dict = isinstance(self.tables, nn.ModuleDict)
+        tokens, positions = self.tables.values() if is_dict else self.tables
+        h, out = tokens(x) + positions(torch.arange(x.shape[1])), 0
+        for number, layer in enumerate(self.layers):
+            h = h + layer(h)
+            if str(number) in (self.heads if is_dict else self.names):
+                head = self.heads[str(number) if is_dict else self.names.index(str(number))]
+                out = out + head(h)
+        return out  # type: ignore[return-value]
+
+
+@CASES.add(equal="pp2", large="tp2 tp2pp2 pp2_interleaved")
+def heads_of_several_blocks_in_a_dict() -> Any:
+    return Planless(_WithHeads(listed=False)), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2 tp2pp2")
+def heads_of_several_blocks_in_a_list() -> Any:
+    return Planless(_WithHeads(listed=True)), token_pairs()
+
+
 @CASES.add(equal="tp2pp2", large="tp2 pp2")
 def plan_that_declares_the_batch_only() -> Any:
     class Module(Planless):
