@@ -242,8 +242,14 @@ class HostOptimizer:
         if self.state is OffloadState.DELAYED:
             self._enter(OffloadState.IDLE)
         for held in self._held.values():
+            self._take_states(held)
             if held.step:
                 self._show_states(held)
+
+    def _take_states(self, held: HostParameter) -> None:
+        """Follow user code that has put other states of a parameter into its optimizer."""
+        if held.take_states(self._optimizer.state.get(held.parameter, {})):
+            self._show_states(held)
 
     def _show_states(self, held: HostParameter) -> None:
         """Put the states of a parameter into the user's optimizer, where hooks read them."""
@@ -302,6 +308,7 @@ class HostOptimizer:
         held.flush()
         step = states["step"]
         held.restore_step(step.read() if hasattr(step, "read") else step)
+        self._show_states(held)
         return True
 
     def close(self) -> None:
@@ -437,6 +444,8 @@ class HostOptimizer:
         # The factor may be on the device: reading it waits for the norm, once a step.
         scale, largest = float(self.offloaded_gradients.factor), self.offloaded_gradients.largest
         for bucket, copied in self._closed:
+            for held in bucket:
+                self._take_states(held)
             updates = [held.next_update(rules[held.parameter], self._slot) for held in bucket]
             future = self._worker.submit(copied, updates, scale, largest)
             self._submitted.append((bucket, future, self._slot))

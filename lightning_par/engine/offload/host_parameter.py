@@ -188,6 +188,29 @@ class HostParameter:
         self._seen = None
         return {"exp_avg": self.mean, "exp_avg_sq": self.square, MASTER: self.master}
 
+    def take_states(self, given: Mapping[str, Any]) -> bool:
+        """Take over states that user code has put into the optimizer; return whether they differ.
+
+        Args:
+            given: What the optimizer has there now; empty: the states begin anew.
+        """
+        moments = {"exp_avg": self.mean, "exp_avg_sq": self.square}
+        # Past `PendingStates`, which would wait for the updates of other parameters.
+        values = dict(dict.items(given)) if isinstance(given, dict) else dict(given)
+        parts = {name: local_tensor(values[name]) for name in moments if values}
+        step = values.get("step", 0)
+        is_shown = all(parts[name].data_ptr() == moments[name].data_ptr() for name in parts)
+        if is_shown and int(step) == self.step:
+            return False
+        for name, moment in moments.items():
+            if name not in parts:
+                moment.zero_()
+            elif parts[name].data_ptr() != moment.data_ptr():
+                moment.copy_(parts[name])
+        self.flush()
+        self.restore_step(step)
+        return True
+
     def restore_step(self, step: Tensor | float) -> None:
         """Set the number of updates, as read from a checkpoint."""
         self.step = int(step)

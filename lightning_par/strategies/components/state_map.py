@@ -473,7 +473,8 @@ def state_like(parameter: nn.Parameter, value: Any, held: Any = None) -> Any:
         return value
     data = parameter.data
     same = value.shape == data.shape and data.ndim > 0
-    if not isinstance(data, DTensor) or not same:
+    # A state that is in parts already was made of the parameter on this mesh.
+    if not isinstance(data, DTensor) or not same or isinstance(value, DTensor):
         return value.read() if isinstance(value, StoredTensor) else value
     box = local_box("state", data)
     fits = isinstance(held, DTensor) and held.placements == data.placements

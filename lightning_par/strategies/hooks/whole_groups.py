@@ -16,7 +16,7 @@ from lightning_par.errors import PlanError
 from lightning_par.strategies.step.absent_parameter import About, AbsentParameter, user_line
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 
-__all__ = ["StagesView", "WholeGroups", "is_absent", "note_places"]
+__all__ = ["StagesView", "WholeGroups", "cut_to_stage", "is_absent", "note_places"]
 
 _PLACES = "_lightning_par_places"
 """Attribute of an optimizer of a stage: for each group, its members as one process lists them; None
@@ -43,6 +43,32 @@ def note_places(optimizer: Optimizer, groups: Iterable[Sequence[Any]]) -> None:
     bare = ([m[1] if isinstance(m, tuple) else m for m in group] for group in groups)
     places = [[m if isinstance(m, AbsentParameter) else None for m in group] for group in bare]
     vars(optimizer)[_PLACES] = places
+
+
+def cut_to_stage(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what an optimizer of this stage loads of a state dict of all stages.
+
+    Args:
+        optimizer: The optimizer, by `note_places`.
+        given: The state dict; None is returned if it is no such.
+    """
+    groups, places = given["param_groups"], vars(optimizer)[_PLACES]
+    held = [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in groups]
+    if sizes == held or sizes != [len(members) for members in places]:
+        return None
+    kept = [
+        [n for n, place in zip(group["params"], members, strict=True) if place is None]
+        for group, members in zip(groups, places, strict=True)
+    ]
+    away = {n for group in groups for n in group["params"]} - {n for numbers in kept for n in numbers}
+    return {
+        **given,
+        "state": {n: state for n, state in given["state"].items() if n not in away},
+        "param_groups": [
+            {**group, "params": numbers} for group, numbers in zip(groups, kept, strict=True)
+        ],
+    }
 
 
 class StagesView(Protocol):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_par.dtensor import box_at, whole
 from lightning_par.engine.rng import fork_torch_rng
 from lightning_par.errors import ConfigurationError, either
+from lightning_par.strategies.setup.replaced_parameters import fits
 
 __all__ = [
     "LOOKS_ACROSS",
@@ -87,8 +88,8 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
 
 
 def check_references(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that keeps parameters beside its groups and is to step on whole tensors,
-    which take the places of parameters in its groups.
+    """Refuse an optimizer that keeps parameters, or copies of them, beside its groups and states
+    and is to step on whole tensors, which take the places of those in groups and states.
 
     Raises:
         ConfigurationError: With the attributes that keep them.
@@ -100,7 +101,9 @@ def check_references(optimizer: Optimizer) -> None:
     # would compare entries.
     def holds(value: Any, seen: set[int]) -> bool:
         if isinstance(value, Tensor):
-            return id(value) in known
+            return id(value) in known or isinstance(value, DTensor)
+        if isinstance(value, list) and value and any(fits(value, group) for group in groups):
+            return id(value) not in seen
         if id(value) in seen:
             return False
         seen.add(id(value))
@@ -117,8 +120,8 @@ def check_references(optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise ConfigurationError(
             "LP610",
-            f"{kind} keeps parameters in {' and '.join(found)}, outside of param_groups. It may "
-            "need whole tensors for its update, and these are given to it in param_groups only. "
+            f"{kind} keeps parameters in {' and '.join(found)}, or copies of them, outside of "
+            "param_groups and state. It may need whole tensors for its update, and these are given to it in param_groups only. "
             "Take the parameters from param_groups, and keep copies of them in "
             "self.state[parameter]. Or, if each entry of a weight is updated by its own gradient "
             f"and states, set {LOOKS_ACROSS} = 'entry' in the class {kind}.",

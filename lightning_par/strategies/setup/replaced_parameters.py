@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["check_membership", "replace_parameters"]
+__all__ = ["check_membership", "fits", "replace_parameters"]
 
 _ELSEWHERE: Any = object()
 """Stands for a parameter that this rank does not hold."""
@@ -90,7 +90,7 @@ class _Replacement:
             of = replaced * len(found) if len(replaced) == 1 else []
         else:
             # Only the order tells of which parameter a tensor in a list is the copy.
-            of = next((row for row in self._rows if _fits(held, row)), [])
+            of = next((row for row in self._rows if fits(held, row)), [])
         if not of or (isinstance(held, tuple) and of[0] is _ELSEWHERE):
             return found
         return [self._beside(p, value) for p, value in zip(of, found, strict=True)]
@@ -121,8 +121,13 @@ class _Replacement:
         return self._state_like(parameter, value)
 
 
-def _fits(held: Sequence[Any], row: Sequence[Any]) -> bool:
-    """Whether a list may hold copies of parameters, in their order."""
+def fits(held: Sequence[Any], row: Sequence[Any]) -> bool:
+    """Tell whether a list may hold copies of parameters, in their order.
+
+    Args:
+        held: The list.
+        row: The parameters of a group.
+    """
     return len(held) == len(row) and all(
         isinstance(value, Tensor) and (parameter is _ELSEWHERE or value.shape == parameter.shape)
         for value, parameter in zip(held, row, strict=True)

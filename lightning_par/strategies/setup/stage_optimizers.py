@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.optimizer_forms import give_parts
-from lightning_par.strategies.hooks.whole_groups import is_absent, note_places
+from lightning_par.strategies.components.state_map import state_like
+from lightning_par.strategies.hooks.whole_groups import cut_to_stage, is_absent, note_places
 from lightning_par.strategies.optimizers.reach import (
     check_references,
     declared_reach,
@@ -65,6 +66,7 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
             # Torch refuses an empty list, but takes a group without members.
             params = _held_groups(given) or [{"params": []}]
         original(self, params, defaults)
+        self.register_load_state_dict_pre_hook(cut_to_stage)
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
     try:
@@ -110,10 +112,40 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> N
         optimizers: What `configure_optimizers` gave; changed in place.
         model: The model on the mesh.
     """
+    for optimizer in optimizers:
+        _complete(optimizer)
     give_parts(model, optimizers)
     check_membership(optimizers, model.module.parameters(), model.mesh.sizes.world_size)
     if model.compression is not None:
         model.compression.reset()
+    for optimizer in optimizers:
+        # User code loads whole states, in `configure_optimizers` or in a hook.
+        optimizer.register_load_state_dict_post_hook(_cut_states)
+        _cut_states(optimizer)
+
+
+def _complete(optimizer: Optimizer) -> None:
+    """Give an optimizer what torch's constructor would have; wrappers of others do not call it.
+
+    Otherwise its hooks do not exist, or are not called.
+    """
+    if not getattr(type(optimizer).step, "hooked", False):
+        # A scheduler has put the step without hooks there.
+        vars(optimizer).pop("step", None)
+    Optimizer.__setstate__(optimizer, {})
+    groups = [group["params"] for group in optimizer.param_groups]
+    if any(is_absent(member) for group in groups for member in group):
+        note_places(optimizer, groups)
+        for group in groups:
+            group[:] = [member for member in group if not is_absent(member)]
+
+
+def _cut_states(optimizer: Optimizer) -> None:
+    """Let this rank keep its parts of states that are whole."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter)
+        if isinstance(parameter, DTensor) and isinstance(state, MutableMapping):
+            state.update({name: state_like(parameter, value) for name, value in state.items()})
 
 
 def kept_by_optimizers(
