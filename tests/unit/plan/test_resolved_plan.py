@@ -61,13 +61,15 @@ def test_units_before_the_blocks_are_first_those_after_are_last_at_every_level()
 
 def test_declared_roles_go_before_the_order_of_definition():
     layout = resolve(first=("head",), last=("scale", "table"), replicated=("body.norm", "wrap"))
-    got = {n: layout.units[n] for n in ("head", "scale", "table", "body.norm", "wrap")}
+    named = ("head", "scale", "table", "body.norm", "wrap.before", "wrap.after")
+    got = {n: layout.units[n] for n in named}
     assert got == {
         "head": "first",
         "scale": "last",
         "table": "last",
         "body.norm": "every",
-        "wrap": "every",
+        "wrap.before": "every",
+        "wrap.after": "every",
     }
 
 
