@@ -243,6 +243,11 @@ class HostOptimizer:
             self._enter(OffloadState.IDLE)
         for held in self._held.values():
             self._take_states(held)
+        self.show_states()
+
+    def show_states(self) -> None:
+        """Put the states of all parameters into the user's optimizer, as after `load`."""
+        for held in self._held.values():
             if held.step:
                 self._show_states(held)
 
@@ -308,7 +313,6 @@ class HostOptimizer:
         held.flush()
         step = states["step"]
         held.restore_step(step.read() if hasattr(step, "read") else step)
-        self._show_states(held)
         return True
 
     def close(self) -> None:

@@ -343,6 +343,8 @@ class StateMap:
         groups_of_ids = zip(saved_groups, ids, strict=True)
         local_groups = [{**saved, "params": members} for saved, members in groups_of_ids]
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
+        if host is not None:
+            host.show_states()
 
     def _names(self, module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         """Return id -> name of every parameter; on one device also of what is none."""
