@@ -61,7 +61,8 @@ def cut_to_stage(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] 
         [n for n, place in zip(group["params"], members, strict=True) if place is None]
         for group, members in zip(groups, places, strict=True)
     ]
-    away = {n for group in groups for n in group["params"]} - {n for numbers in kept for n in numbers}
+    here = {n for numbers in kept for n in numbers}
+    away = {n for group in groups for n in group["params"]} - here
     return {
         **given,
         "state": {n: state for n, state in given["state"].items() if n not in away},

@@ -405,8 +405,8 @@ class FirstLook:
             found = found if doubled is None else replace(found, errors=doubled.errors)
         if found.samples >= 4 and not _is_told(found):
             # Of a part nothing may count, or no triplet have its third; more samples may tell.
-            rows = [*range(min(found.samples, 16))]
-            halved = tried(rows, rows[: len(rows) // 2], rows[len(rows) // 2 :])
+            rows, half = [*range(min(found.samples, 16))], min(found.samples, 16) // 2
+            halved = tried(rows, rows[:half], rows[half:])
             return found if halved is None else replace(halved, samples=found.samples)
         if found.samples >= 4 and not found.seen:
             # In the order of the halves: a step that draws for the samples gives each its numbers.
