@@ -103,6 +103,10 @@ PROOFS: dict[str, str] = {
     "a loss that is a mean over samples or labels, a sum, or weighted by a mask or by classes": """
         losses::padded_labels_that_nobody_declared losses::sum_over_samples
         losses::mean_over_a_mask losses::weights_of_a_criterion_for_classes""",
+    "divides by a number that the collate function counts, or takes weights that it divides by "
+    "their sum": "counts::a_count_of_the_collate_fn counts::weights_whose_sum_is_one_in_each_batch",
+    "a bound of the count it divides by (`max(count, 1)`)": """
+        made_labels::a_bounded_divisor counts::a_bound_where_nothing_counts_later""",
     "a sum of two means over different things": "losses::two_kinds_of_labels",
     "a loss that depends on the number of processes, such as `trainer.world_size`": """
         losses::times_the_number_of_processes losses::times_the_number_of_replicas""",
