@@ -30,6 +30,10 @@ PROOFS: dict[str, str] = {
     "rows padded to the longest of a batch": """
         losses::padded_labels_that_nobody_declared cures_in_data::padding_of_other_lengths
         cures_in_data::padding_that_comes_later""",
+    "reads `outputs` in `on_train_batch_end` and the like, or the loss in `on_before_backward`": (
+        "results_of_replicas::test_hooks_get_the_loss_of_the_global_batch "
+        "results_of_replicas::test_what_is_of_one_replica_is_named"
+    ),
     # Parameters, gradients, optimizers
     "reads weights in the step: L2 terms, norms, penalties": """
         parameters::sum_of_squares parameters::norm_of_all_weights_in_one

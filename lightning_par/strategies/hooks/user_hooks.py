@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
@@ -17,6 +18,11 @@ from torchmetrics import Metric
 
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.wrapping import copy_refused
+from lightning_par.strategies.hooks.joined_results import (
+    JoinedResults,
+    OF_RESULTS,
+    reads_argument,
+)
 from lightning_par.strategies.hooks.mixed_tensors import MixedTensors
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -60,6 +66,7 @@ class UserHooks:
         self._view: WholeView | None = None
         self._on_all, self._seen = set[str](), set[str]()
         self._is_users: dict[tuple[int, str], bool] = {}  # asked at each call of a hook
+        self._reading = set[str]()  # hooks of which one reads what a step returned
         self._update, self._opened = ExitStack(), ExitStack()
         self._resume: Callable[[], None] = _nothing
 
@@ -89,6 +96,7 @@ class UserHooks:
         # Names of the classes: one that all ranks have may be compared among all.
         dist.all_gather_object(found, own)
         self._on_all = set(found[0]).intersection(*found)
+        self._join_results(processes.device)
         if model.mesh.sizes.pipeline > 1:
             self._order_states()
             load = self._loader(nn.Module.load_state_dict)
@@ -111,8 +119,39 @@ class UserHooks:
 
     def _own_hooks(self) -> Iterator[str]:
         for owner in (self._model.module, *self._trainer.callbacks):
-            hooks = (name for name in self._surrounded if hasattr(owner, name))
+            hooks = (name for name in _HOOKS if hasattr(owner, name))
             yield from (_label(owner, name) for name in hooks if self._is_user(owner, name))
+
+    def _join_results(self, device: torch.device) -> None:
+        """Find the hooks that read what steps return, of which replicas have each a part."""
+        model, readers = self._model, dict[str, list[Any]]()
+        for hook, step in OF_RESULTS.items():
+            for owner in (model.module, *self._trainer.callbacks):
+                # Of a callback's after the Trainer and the module.
+                index = 0 if owner is model.module else 2
+                if self._is_user(owner, hook) and _label(owner, hook) in self._on_all:
+                    method = getattr(owner, hook)
+                    if reads_argument(method, index):
+                        readers.setdefault(step, []).append(method)
+                        self._reading.add(hook)
+        if not model.steps.weigher.is_needed or not readers:
+            self._reading.clear()
+            return
+        alone = () if model.module.automatic_optimization else ("training_step",)
+        model.steps.shown = frozenset(readers).difference(alone)
+        rest = model.steps.weigher, device, readers, alone
+        self._results = JoinedResults(model.mesh, *rest)
+
+    def _with_results(self, stack: ExitStack, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a hook, with what a step returned for the global batch."""
+        if name not in self._reading or not self._are_together():
+            return args
+        step = OF_RESULTS[name]
+        if name != "on_before_backward":
+            return self._results.of_batch(step, args[0]), *args[1:]
+        if not self._results.is_left_alone(step):
+            stack.enter_context(self._results.shown_in(args[0]))
+        return args
 
     def _is_user(self, owner: Any, name: str) -> bool:
         """Return whether a hook is code of a user's, or calls the user's model."""
@@ -138,13 +177,12 @@ class UserHooks:
     def close(self) -> None:
         """Surround nothing any more."""
         self._opened.close()
-        self._seen.clear()
-        self._is_users.clear()
+        for held in (self._seen, self._is_users, self._reading):
+            held.clear()
 
     def _of_module(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the module as Lightning does."""
-        call = partial(inner, trainer, name, *args, **kwargs)
-        module = self._model.module
+        call, module = partial(inner, trainer, name, *args, **kwargs), self._model.module
         # Another Trainer inside of this run, as a proof or a teacher has.
         if trainer is not self._trainer or kwargs.get("pl_module", module) is not module:
             return call()
@@ -152,11 +190,15 @@ class UserHooks:
             return self._in_update(partial(inner, trainer, name), *args)
         if name not in _HOOKS or not self._is_user(module, name):
             return call()
-        return self._around(name, module, call)
+        with ExitStack() as stack:
+            args = self._with_results(stack, name, args)
+            return self._around(name, module, partial(inner, trainer, name, *args, **kwargs))
 
     def _of_callbacks(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of all callbacks as Lightning does."""
-        with self._callbacks_surrounded(trainer, name):
+        with self._callbacks_surrounded(trainer, name) as stack:
+            if trainer is self._trainer:
+                args = self._with_results(stack, name, args)
             return inner(trainer, name, *args, **kwargs)
 
     def _callbacks_surrounded(self, trainer: Any, name: str) -> ExitStack:

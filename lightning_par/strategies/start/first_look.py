@@ -23,7 +23,7 @@ from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.contrast import make_contrast
-from lightning_par.strategies.start.logged_means import sized_by_samples, sized_on_all
+from lightning_par.strategies.start.logged_means import is_joined, sized_by_samples, sized_on_all
 from lightning_par.strategies.start.loss_refusal import refusal_of_loss, refusal_of_uncounted
 from lightning_par.strategies.start.loss_rule import (
     candidate_rules,
@@ -511,10 +511,7 @@ class FirstLook:
         sized: dict[str, bool] = {}
         # A prediction has no labels to weigh by.
         if len(parts) > 1 and (any(seen.logs) or any(seen.metrics)):
-            logs = [
-                [call for call in made if microbatches > 1 or call.options.get("sync_dist")]
-                for made in seen.logs
-            ]
+            logs = [[c for c in made if microbatches > 1 or is_joined(c)] for made in seen.logs]
             weighted = torch.stack([self._weigher.rule.weigh(*p).double().cpu() for p in parts[1:]])
             counts = [count for _, count in parts[1:]]
             kinds = compare_parts(logs, weighted, self.tolerance(), counts)

@@ -15,7 +15,14 @@ from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.step_report import StepReport
 from lightning_par.strategies.step.step_traces import LogCall, reduction_name
 
-__all__ = ["learn_rule", "sized_by_samples", "sized_on_all"]
+__all__ = ["is_joined", "learn_rule", "sized_by_samples", "sized_on_all"]
+
+
+def is_joined(call: LogCall) -> bool:
+    """Return whether a number is joined over the replicas: one that is logged with ``sync_dist``,
+    or is in the result of a step, of which hooks get that of all replicas.
+    """
+    return bool(call.options.get("sync_dist")) or "()" in call.name
 
 
 def sized_by_samples(

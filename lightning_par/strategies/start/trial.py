@@ -12,6 +12,7 @@ from lightning_par.observe.isolate import StateOfParts, untouched
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.step.counted_buffers import buffers_of, put_buffers
 from lightning_par.strategies.step.pipelined_step import loss_of, StepContext
+from lightning_par.strategies.step.returned import returned_numbers
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.step_report import StepReport, StepWatch
 from lightning_par.strategies.step.step_traces import LogCall, numbers_of, record_logs
@@ -63,10 +64,9 @@ def try_step(
                 followed or nullcontext(),
                 steps.user_step(("first look",), index),
             ):
-                if name == "training_step":
-                    losses.append(_losses_of(steps, step))
-                else:
-                    steps.evaluated(step)
+                is_training = name == "training_step"
+                output = _trained(steps, step, losses) if is_training else steps.evaluated(step)
+            calls += returned_numbers(name, output) if name in steps.shown else []
             # Also after an error that `user_step` keeps: what is put back are the shards.
             steps.sharding.release()
             leaves = leaves if index else attributes.names_changed()
@@ -119,13 +119,15 @@ def _learn_buffers(
     steps.counts.learn(before, tuple(ends), again, alone)
 
 
-def _losses_of(steps: StepRunner, step: Callable[[], Any]) -> tuple[float, ...]:
-    """Run a step without a trace; return the losses of its backwards."""
+def _trained(steps: StepRunner, step: Callable[[], Any], losses: list[tuple[float, ...]]) -> Any:
+    """Run a step without a trace; return what it gives, and note the losses of its backwards."""
     if not steps.manual.is_used:
         # With a graph, as the step may ask for gradients of its input.
         output = steps.sharding.call(step)
-        return (float("nan") if output is None else float(loss_of(output).detach()),)
+        losses.append((float("nan") if output is None else float(loss_of(output).detach()),))
+        return output
     # Each batch from the same weights, which a step may change by hand.
-    with untouched(steps.module), steps.manual.looked_at() as losses:
-        steps.sharding.call_with_backwards(step)
-    return tuple(losses)
+    with untouched(steps.module), steps.manual.looked_at() as found:
+        output = steps.sharding.call_with_backwards(step)
+    losses.append(tuple(found))
+    return output

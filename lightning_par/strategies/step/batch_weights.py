@@ -279,6 +279,7 @@ class BatchWeigher:
         judged: Names of those of which it is known, or was said that it is not.
         fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
         compares_lengths: Whether to compare the lengths of the batches of the replicas.
+        last: What was weighed last; None: nothing yet.
     """
 
     def __init__(self, mesh: ParallelMesh, rule: LossRule) -> None:
@@ -290,6 +291,7 @@ class BatchWeigher:
         self.sized: frozenset[str] = frozenset()
         self.judged: frozenset[str] = frozenset()
         self.fills, self.compares_lengths = False, False
+        self.last: BatchWeights | None = None
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type
         self._data_group = mesh.data_group
@@ -383,7 +385,7 @@ class BatchWeigher:
         scales = counts * self._ranks / valid
         # The losses of a sum count whole; here, too, only the mean over the ranks is undone.
         added = torch.full_like(scales, 0.0 if self.fills else float(self._ranks))
-        return BatchWeights(
+        self.last = BatchWeights(
             scales=tuple((added if self.rule.is_sum else scales).unbind()),
             total=replica.sum() * self._replicas / valid,
             samples=counted,
@@ -400,6 +402,7 @@ class BatchWeigher:
             counts=counts,
             differs=differs,
         )
+        return self.last
 
     def _over_replicas(
         self, total: Tensor, samples: int, part: Any

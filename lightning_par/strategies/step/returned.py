@@ -104,12 +104,12 @@ def warn_of_results(names: Collection[str]) -> None:
     """
     if names:
         rank_zero_warn(
-            f"{', '.join(sorted(names))} is not known to be the mean or the sum of what the "
-            "micro-batches of a pipeline return, or leave in an attribute: a hook gets their mean, "
-            "the one number that all of them return, or the last one, where one process may have "
-            "another. Return a tensor with a dim for the samples, whose parts are joined, or log "
-            "the number (reduce_fx='sum' adds "
-            "counts); or use num_microbatches=1."
+            f"{', '.join(sorted(names))} is not known to be the mean or the sum of what the parts "
+            "of a batch, as micro-batches of a pipeline and replicas have them, return or leave "
+            "in an attribute: a hook gets their mean, the one number that all of them return, or "
+            "that of one part, where one process may have another. Log the number with "
+            "sync_dist=True (reduce_fx='sum' adds counts); or, on a pipeline, return a tensor with "
+            "a dim for the samples, whose parts are joined, or use num_microbatches=1."
         )
 
 

@@ -150,6 +150,7 @@ class StepRunner:
         most: Samples that every replica has of it.
         count: Into how many micro-batches a batch is cut; 1 without a pipeline.
         is_outside: Whether a hook on this rank's parts is at work, between a backward and a step.
+        shown: Steps of which hooks of a user's read what they return.
         begun: Context and arguments of the present training step, batch dims, and micro-batches.
     """
 
@@ -176,6 +177,7 @@ class StepRunner:
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self.batch_layout, self.sharding, self._activity = batch_layout, sharding, activity
         self._in_step = self.is_outside = False
+        self.shown: frozenset[str] = frozenset()
         # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast, self.world = world.broadcast(mesh.replica_group, first), world
