@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.observe.batch_tape import BatchTape, TapedTensor
+from lightning_par.observe.loss_terms import LossTerms
 
 __all__ = ["LookAtLosses", "SeenLoss", "SeenWeight"]
 
@@ -81,6 +82,7 @@ class LookAtLosses(TorchFunctionMode):
         seen: For each batch, the calls.
         has_zero: Whether something was multiplied by the number 0, as a term that begins later is.
         weights: For each batch, what may weigh it besides labels.
+        terms: For each batch, the terms of its losses.
     """
 
     def __init__(self, batches: Sequence[Any], *, sharpens: bool = False) -> None:
@@ -90,9 +92,11 @@ class LookAtLosses(TorchFunctionMode):
         self._sharpens, self._index = sharpens, 0
         self.weights: list[list[SeenWeight]] = [[] for _ in batches]
         self._tape = BatchTape(None)
+        self.terms = [LossTerms() for _ in batches]
 
     def of(self, index: int) -> "LookAtLosses":
         """Return what surrounds the step on the batch with this number."""
+        self.terms[self._index].end()
         self._index, self._tape = index, BatchTape(self._batches[index])
         return self
 
@@ -115,7 +119,10 @@ class LookAtLosses(TorchFunctionMode):
             self.has_zero = True
         # The mode is off inside of its own `__torch_function__`: what `cross_entropy` itself
         # calls is not noted a second time.
+        sums = self.terms[self._index]
+        terms = sums.before(function, args, kwargs)
         result = function(*args, **kwargs)
+        sums.note(result, terms)
         if function in _LOSSES:
             self._note(_LOSSES[function].bind(*args, **kwargs), result)
         elif len(args) > 1:

@@ -309,8 +309,7 @@ class FirstLook:
             for call in calls
             if loss
         )
-        shown = rules_seen(rules, seen.losses, seen.calls, [whole])
-        return self._all_agree(is_loss and bool(shown))
+        return self._all_agree(is_loss and bool(rules_seen(rules, seen, [whole])))
 
     def _finding(
         self,
@@ -320,11 +319,11 @@ class FirstLook:
         is_random: bool,
         count: int = 0,
     ) -> _Finding:
-        errors = errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {}
+        errors = errors_of(rules, seen, parts[1:], self.tolerance()) if len(parts) > 1 else {}
         return _Finding(
             errors=errors if self._has_values else dict.fromkeys(errors, math.nan),
             is_random=is_random,
-            seen=rules_seen(rules, seen.losses, seen.calls, parts),
+            seen=rules_seen(rules, seen, parts),
             ratios=ratios_seen(rules, seen.calls, parts),
             labels=labels_seen(rules, seen.calls, parts),
             samples=count,

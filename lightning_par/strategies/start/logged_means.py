@@ -75,7 +75,7 @@ def learn_rule(
         return
     means = [rule for rule in rules if not rule.is_sum]
     own = {
-        name: (errors_of(means, one, parts[1:]), rules_seen(means, one.losses, one.calls, parts))
+        name: (errors_of(means, one, parts[1:], tolerance), rules_seen(means, one, parts))
         for name, one in _alone(seen).items()
         if len(parts) > 1
     }
@@ -102,5 +102,5 @@ def _alone(seen: StepReport) -> dict[str, StepReport]:
         kind = reduction_name(call.options.get("reduce_fx", "mean"))
         values = [tuple(c.value for c in made if c.name == call.name) for made in seen.logs]
         if kind in ("mean", "avg") and all(len(value) == 1 for value in values):
-            found[call.name] = replace(seen, losses=values)
+            found[call.name] = replace(seen, losses=values, terms=[])
     return found

@@ -42,6 +42,8 @@ __all__ = [
 
 _ROWS = 16
 """Samples of a batch from which the parts are chosen."""
+_FLOOR = 5e3
+"""Times the tolerance, by the loss: a smaller term that follows no rule may be rounding."""
 _MARK = -100
 """The label that PyTorch's losses ignore by default; it has no other use."""
 
@@ -271,19 +273,44 @@ def choose_parts(
 
 
 def errors_of(
-    rules: Sequence[LossRule], seen: StepReport, parts: Sequence[tuple[Any, int]]
+    rules: Sequence[LossRule],
+    seen: StepReport,
+    parts: Sequence[tuple[Any, int]],
+    tolerance: float,
 ) -> dict[str, float]:
-    """Return the error of every rule, the largest of all losses of a step; nothing if the parts
-    have other numbers of them, or none, or if all are 0, which every rule makes of 0.
+    """Return the error of every rule, the largest of all losses of a step and of their terms;
+    nothing if the parts have other numbers of them, or none, or if all are 0, which every rule
+    makes of 0.
+
+    Args:
+        rules: The rules.
+        seen: What the step did on some samples and on parts of them.
+        parts: The parts, with their numbers of samples.
+        tolerance: Errors up to it are rounding.
     """
     # Manual optimization may run another number of backwards on a part.
     if len({len(losses) for losses in seen.losses}) > 1 or not any(map(any, seen.losses)):
         return {}
     weights = {rule.name: [float(rule.weigh(*part)) for part in parts] for rule in rules}
-    columns = list(zip(*seen.losses, strict=True))
-    return {
-        rule.name: max(
-            rule_error(rule, whole, losses, weights[rule.name]) for whole, *losses in columns
-        )
-        for rule in rules
-    }
+
+    def errors(column: Sequence[float]) -> dict[str, float]:
+        return {r.name: rule_error(r, column[0], column[1:], weights[r.name]) for r in rules}
+
+    found = []
+    for number, column in enumerate(zip(*seen.losses, strict=True)):
+        found.append(errors(column))
+        terms = [each[number] for each in seen.terms]
+        if len({*map(len, terms)}) != 1:
+            continue
+        for term in zip(*terms, strict=True):
+            size = _size(term) / min(1.0, _FLOOR * tolerance) / (_size(column) or 1.0)
+            each = errors(term)
+            # One that follows no rule may be nothing but rounding, where it is small.
+            is_other = min(each.values()) > tolerance or tolerance > 1e-3
+            factor = min(1.0, size) if is_other else 1.0
+            found.append({name: error * factor for name, error in each.items()} if size else {})
+    return {rule.name: max(each.get(rule.name, 0.0) for each in found) for rule in rules}
+
+
+def _size(column: Sequence[float]) -> float:
+    return max((abs(value) for value in column if math.isfinite(value)), default=0.0)

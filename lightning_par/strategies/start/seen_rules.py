@@ -204,25 +204,24 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def rules_seen(
-    rules: Sequence[LossRule],
-    losses: Sequence[tuple[float, ...]],
-    seen: Sequence[Sequence[SeenLoss]],
-    parts: Sequence[tuple[Any, int]],
+    rules: Sequence[LossRule], seen: StepReport, parts: Sequence[tuple[Any, int]]
 ) -> frozenset[str] | None:
     """Return the names of the rules that a loss follows if it is one cross-entropy with a mean;
     None if it is not.
 
     Args:
         rules: The rules that it may follow.
-        losses: For each batch, one of every backward.
-        seen: For each batch, the calls of a cross-entropy.
+        seen: What the step did on the batches.
         parts: The batches, with their numbers of samples.
     """
     # Calls are compared one by one: each batch has to make the same ones.
-    if not seen or any(len(loss) != 1 for loss in losses) or len({*map(len, seen)}) != 1:
+    if any(len(loss) != 1 for loss in seen.losses) or len({*map(len, seen.calls)}) != 1:
         return None
-    for calls in zip(*seen, strict=True):
-        pairs = [(call.value, loss[0]) for call, loss in zip(calls, losses, strict=True)]
+    # Another term may be too small to be seen in the sum.
+    if any(sum(term != 0 for term in terms) > 1 for each in seen.terms for terms in each):
+        return None
+    for calls in zip(*seen.calls, strict=True):
+        pairs = [(call.value, loss[0]) for call, loss in zip(calls, seen.losses, strict=True)]
         # A loss that is a call's value times a constant is its mean; with another term, the
         # factor would change from batch to batch.
         if not all(call.is_mean for call in calls) or not _are_proportional(pairs):

@@ -458,12 +458,17 @@ class _LookWatch:
         stack.enter_context(self.losses.of(index))
         return stack
 
-    def report(self, *, writes: bool = False, **seen: Any) -> StepReport:
+    def report(
+        self, *, losses: list[tuple[float, ...]], writes: bool = False, **seen: Any
+    ) -> StepReport:
         """Return a report of what was watched, and of what else was seen.
 
         **Communicates**: see `LookAtMetrics.values`.
         """
+        pairs = zip(self.losses.terms, losses, strict=False)
         return StepReport(
+            losses=losses,
+            terms=[[sums.of(loss) for loss in each] for sums, each in pairs],
             metrics=self._metrics.values(),
             calls=self.losses.seen,
             weights=self.losses.weights,

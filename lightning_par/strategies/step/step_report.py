@@ -22,6 +22,7 @@ class StepReport:
         calls: For each batch, the cross-entropies that it computed.
         weights: For each batch, what else may weigh it in its loss.
         leaves: Names of attributes of the LightningModule that it changes.
+        terms: For each batch, the terms of which each of its losses is the sum.
         writes: Whether it writes by itself: to loggers, the terminal or files.
     """
 
@@ -31,6 +32,7 @@ class StepReport:
     calls: list[list[SeenLoss]] = field(default_factory=list)
     weights: list[list[SeenWeight]] = field(default_factory=list)
     leaves: tuple[str, ...] = ()
+    terms: list[list[tuple[float, ...]]] = field(default_factory=list)
     writes: bool = False
 
 
@@ -40,5 +42,5 @@ class StepWatch(Protocol):
     def followed(self, index: int) -> AbstractContextManager[Any]:
         """Surrounds the step on the batch with this number."""
 
-    def report(self, **seen: Any) -> StepReport:
+    def report(self, *, losses: list[tuple[float, ...]], **seen: Any) -> StepReport:
         """Return a report of what was watched, and of what else was seen."""

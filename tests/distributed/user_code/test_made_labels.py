@@ -212,6 +212,47 @@ def labels_masked_by_a_schedule() -> Any:
     return Module(), rows()
 
 
+def with_term(term: Callable[[Any, Tensor, Tensor], Tensor]) -> Any:
+    """A module whose loss is a mean over labels and a term that its value does not show."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch["x"])
+            wanted = batch["y"].masked_fill(batch["y"] == PAD, -100)
+            loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+            loss += 1e-6 * term(self.net, logits, (wanted != -100).to(loss))
+            return loss / 2
+
+    return Module(), rows()
+
+
+@CASES.add(refused={"pp2 zero1": r"(?s)neither the mean over the samples.*LP309"})
+def a_small_term_over_all_tokens() -> Any:
+    return with_term(lambda net, logits, counts: logits.square().mean())
+
+
+@CASES.add(refused={"pp2 zero1": r"(?s)neither the mean over the samples.*LP309"})
+def a_small_term_in_a_stack() -> Any:
+    def term(net: nn.Module, logits: Tensor, counts: Tensor) -> Tensor:
+        each = logits.square()
+        return torch.stack([(each.sum(-1) * counts).sum() / counts.sum(), each.mean()]).sum()
+
+    return with_term(term)
+
+
+@CASES.add(equal="pp2 zero1")
+def a_small_term_over_the_same_labels() -> Any:
+    def term(net: nn.Module, logits: Tensor, counts: Tensor) -> Tensor:
+        return (logits.logsumexp(-1).square() * counts).sum() / counts.sum()
+
+    return with_term(term)
+
+
+@CASES.add(equal="zero1")
+def a_small_term_of_weights() -> Any:
+    return with_term(lambda net, logits, counts: sum(p.square().sum() for p in net.parameters()))
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equals_one_process_or_is_refused(case: str, layout: str, refusal: str | None) -> None:
     CASES.check(case, layout, refusal)
