@@ -258,17 +258,18 @@ class DividedLook:
             return {}
         tolerance = self._tolerance()
         values: dict[str, tuple[float, float]] = {}
+        found: dict[str, str] = {}
         if whole.losses and seen.losses and not weights.is_sum:
             for one, other in zip(whole.losses[0], seen.losses[0], strict=False):
                 loss = self._sequence.mean(torch.tensor(other, dtype=torch.float64), weights.own)
                 values[""] = float(loss), one
+            found = self._terms_differ(whole, seen, weights)
         wanted_logs = {call.name: call.value for call in whole.logs[0]}
         for call in seen.logs[0]:
             # All of them, as on the other ranks; what is logged on one of both tells nothing.
             joined, _ = join_over_context(call.value, call.options, weights)
             if call.name in wanted_logs:
                 values[call.name] = float(joined), wanted_logs[call.name]
-        found = {}
         for name, (value, wanted) in values.items():
             text = f"{name or 'the loss'} is {value:.6g} on divided ones, {wanted:.6g} on whole"
             # Absolute 1e-9: two losses of 0 differ by rounding only.
@@ -283,6 +284,29 @@ class DividedLook:
                 found[name] = f"{name} gets other values on divided ones"
             elif not trains and _tells_nothing(whole.metrics[0][name.removeprefix("self.")]):
                 found[name] = _UNDECIDED
+        return found
+
+    def _terms_differ(
+        self, whole: StepReport, seen: StepReport, weights: BatchWeights
+    ) -> dict[str, str]:
+        """Return a term of the loss that is the mean of all tokens where the loss is another one;
+        it may be too small to be seen in the loss.
+        """
+        group, tolerance = self._mesh.group("cp"), self._tolerance()
+        wanted, given = ([t for each in made.terms[0] for t in each] for made in (whole, seen))
+        # Means are collectives: all ranks have to have as many.
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, len(wanted) == len(given), group=group)
+        found = {}
+        for one, other in zip(wanted, given, strict=True) if all(every) else ():
+            value = torch.tensor(other, dtype=torch.float64)
+            ours, even = (
+                float(self._sequence.mean(value, weight))
+                for weight in (weights.own, torch.ones_like(weights.own))
+            )
+            is_other = not math.isclose(ours, one, rel_tol=tolerance)
+            if is_other and math.isclose(even, one, rel_tol=tolerance):
+                found[""] = f"a term of the loss is {ours:.6g} on divided ones, {one:.6g} on whole"
         return found
 
     def _refusal(self, difference: str) -> str:
