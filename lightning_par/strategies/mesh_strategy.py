@@ -497,7 +497,7 @@ class MeshStrategy(ParallelStrategy):
     @plain_before_setup
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.flush_offload()
-        return self._saving.optimizer(self.parallel_model, optimizer)
+        return self._saving.optimizer(self.parallel_model, optimizer, self._hooks.see_checkpoints)
 
     @override
     @plain_before_setup

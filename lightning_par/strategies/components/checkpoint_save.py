@@ -24,9 +24,10 @@ from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
-from lightning_par.strategies.components.optimizer_forms import with_parts
+from lightning_par.strategies.components.optimizer_forms import WholeOptimizer, with_parts
 from lightning_par.strategies.components.requeue import link_requeue_checkpoint
 from lightning_par.strategies.components.weight_averages import LocalWeights
+from lightning_par.strategies.hooks.shown_checkpoint import named_states
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -82,7 +83,7 @@ class CheckpointSave:
         self._in_background = options.async_save
         self._processes = processes
         self._saver = CheckpointSaver(options.timeout)
-        self.leads = True
+        self.leads, self._names = True, list[list[list[str]]]()
         self.share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def check(self, checkpoint_io: CheckpointIO, callbacks: Sequence[Checkpoint]) -> None:
@@ -120,25 +121,46 @@ class CheckpointSave:
         raise_problems(ConfigurationError, "LP511", problems)
 
     def weights(self, model: ParallelModel) -> dict[str, Any]:
-        """Return what checkpoints are made of: this rank's part of the state dict."""
+        """Return what checkpoints are made of: this rank's part of the state dict, or all of it
+        once the module is whole again, which hooks on checkpoints then see.
+        """
+        self._names = []
         # After an exception on some ranks a collective would wait for ever.
         if not self._processes.interruption.ranks_are_together():
             return {}
-        with model.in_parallel_form():
+        if model.forms.is_whole and self.share is None and model.mesh.sizes.world_size > 1:
+            return dict(model.module.state_dict())
+        with model.in_parallel_form(), model.steps.reads.paused():
             # `state_dict` has to give shards, by which the pieces of the ranks are cut.
             model.sharding.release()
             state = model.module.state_dict()
             return LocalWeights(state if self.share is None else self.share(state))
 
-    def optimizer(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer: this rank's part, by names."""
+    def optimizer(
+        self, model: ParallelModel, optimizer: Optimizer, is_seen: Callable[[Any], bool]
+    ) -> dict[str, Any]:
+        """Return the state of an optimizer: this rank's part, by names.
+
+        Args:
+            model: The model on its mesh.
+            optimizer: Perhaps with what Lightning wraps it in.
+            is_seen: Given the module, whether code of a user's sees it, which gets all of it once
+                the module is whole again; in a run hooks are surrounded.
+
+        **Communicates**: the whole states, to every rank, if they are seen after a run.
+        """
         # Lightning wraps optimizers; states and groups are those of the user's.
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self._processes.interruption.ranks_are_together():
             return {}
         try:
             # An optimizer of others may hold the whole module's parameters since the last run.
+            is_whole = model.forms.is_whole and model.mesh.sizes.world_size > 1
             with model.in_parallel_form(), with_parts(model, inner):
+                if is_whole and is_seen(model.module):
+                    made = WholeOptimizer(model, inner)
+                    self._names.append(made.names)
+                    return made.state_dict()
                 return model.states.local_optimizer(model.module, inner)
         except CheckpointError as error:  # the other ranks go on to `save`
             return {"error": error.message}
@@ -183,7 +205,9 @@ class CheckpointSave:
         storage_options: Any,
         checkpoint_io: CheckpointIO,
     ) -> None:
-        # First: it may hold DTensors, which no encoder takes, and a gather is a collective.
+        named_states(checkpoint, self._names, lambda *_: True)
+        self._names = []
+        # Before others: it may hold DTensors, which no encoder takes; a gather is a collective.
         checkpoint = self._gather_averages(model, checkpoint)
         # From rank 0: names with a time or a metric in them may differ between ranks.
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint.optimizer_groups import merge_names, number_names
+from lightning_par.checkpoint.optimizer_groups import merge_names, number_names, torch_state
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.components.state_map import state_like
@@ -29,6 +29,9 @@ class WholeOptimizer:
         model: The model on its mesh.
         optimizer: Its parameters and states are parts.
 
+    Attributes:
+        names: FQNs of the parameters in every group.
+
     Raises:
         CheckpointError: Nobody knows of which part a state is.
 
@@ -44,18 +47,24 @@ class WholeOptimizer:
             stages *= model.mesh.sizes.pipeline
             dist.all_gather_object(stages, stages[0], group=model.mesh.group("pp"))
         # The same on all ranks: every stage has part of a group.
-        self._names = [merge_names(parts, states.place) for parts in zip(*stages, strict=True)]
+        self.names = [merge_names(parts, states.place) for parts in zip(*stages, strict=True)]
         gathered = states.gather_optimizer(model.module, optimizer)
         # Whole states on all ranks: each gets the whole module, too.
         self._states = broadcast_object(gathered.get("state", {}), 0, group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of one process, of the groups as they are now."""
+        groups = zip(self._optimizer.param_groups, self.names, strict=True)
+        options = [{**group, "params": list(names)} for group, names in groups]
+        return {**torch_state(options, {}), "state": self._states}
+
     def show(self, model: ParallelModel) -> None:
         """Give the optimizer the parameters of the module, which is whole now, and their states."""
         named = dict(model.module.named_parameters())
-        numbers = number_names(self._names)
+        numbers = number_names(self.names)
         # It is keyed by parameters that are gone.
         self._optimizer.state.clear()
-        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+        for group, names in zip(self._optimizer.param_groups, self.names, strict=True):
             group["params"][:] = [named[name] for name in names]
             for name in names:
                 if numbers[name] in self._states:

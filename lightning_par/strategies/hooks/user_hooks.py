@@ -24,6 +24,7 @@ from lightning_par.strategies.hooks.joined_results import (
     reads_argument,
 )
 from lightning_par.strategies.hooks.mixed_tensors import MixedTensors
+from lightning_par.strategies.hooks.shown_checkpoint import shown_checkpoint
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -190,6 +191,9 @@ class UserHooks:
             return self._in_update(partial(inner, trainer, name), *args)
         if name not in _HOOKS or not self._is_user(module, name):
             return call()
+        if name == _SAVES:
+            call = partial(self._on_checkpoint, module, call, args[0])
+            return self._around(name, module, call)
         with ExitStack() as stack:
             args = self._with_results(stack, name, args)
             return self._around(name, module, partial(inner, trainer, name, *args, **kwargs))
@@ -208,9 +212,28 @@ class UserHooks:
                 if self._is_user(callback, name):
                     # On the object, for the time of one call of Lightning's: callbacks come and
                     # go.
-                    hook = _Hook(callback, name, self._around)
+                    hook = _Hook(callback, name, self._around_callback)
                     stack.enter_context(replaced(callback, name, hook))
         return stack
+
+    def _around_callback(self, name: str, owner: Any, call: Callable[[], Any], *args: Any) -> Any:
+        """Call a hook of a callback."""
+        if name == _SAVES:
+            call = partial(self._on_checkpoint, owner, call, args[-1])
+        return self._around(name, owner, call)
+
+    def _on_checkpoint(self, owner: Any, call: Callable[[], Any], checkpoint: Any) -> Any:
+        """Call a hook on a checkpoint, which is whole for hooks that all ranks have."""
+        view = self._view
+        if view is None or not view.is_on or _label(owner, _SAVES) not in self._on_all:
+            return call()
+        with shown_checkpoint(checkpoint, self._model, self._trainer.optimizers, view):
+            return call()
+
+    def see_checkpoints(self, module: Any) -> bool:
+        """Return whether code of a user's sees checkpoints before they are saved."""
+        owners = module, *module.trainer.callbacks
+        return any(_is_own(owner, _SAVES) for owner in owners)
 
     def _around(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
         """Call a hook of a user's."""
@@ -409,7 +432,8 @@ class _Hook:
         self._inner = getattr(owner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self._name, self._owner, partial(self._inner, *args, **kwargs))
+        call = partial(self._inner, *args, **kwargs)
+        return self._around(self._name, self._owner, call, *args)
 
 
 def _is_own(owner: Any, name: str) -> bool:

@@ -231,6 +231,10 @@ class WholeView(TorchFunctionMode):
         named = self._parameters().items()
         return {name: p for name, p in named if self._owners.get(name) == self.place}
 
+    def own(self, name: str, value: Any) -> None:
+        """Note of what a state dict made outside of the hook holds to which stage it belongs."""
+        self._tagged(value, self._owners.get(name))
+
     def stand_for(self, about: About, stage: int) -> AbsentParameter:
         """Return what stands for a tensor of another stage."""
         made = absent_parameter(about, self._device, Refusals(waits=False))

@@ -123,6 +123,7 @@ class ParameterReads:
         active: Whether the user's step is at work outside of every forward of its modules, or one
             of the user's hooks is.
         wholes: Gives parameters that are read to be differentiated.
+        known: As given.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class ParameterReads:
         *,
         is_compiled: bool,
     ) -> None:
-        self._module, self._mesh, self._device, self._known = module, mesh, device, known
+        self._module, self._mesh, self._device, self.known = module, mesh, device, known
         self._blocks = tuple(blocks)
         self._partial = {id(parameter) for parameter in partial}
         self.active, self._depth, self._in_step = False, 0, False
@@ -367,7 +368,7 @@ class ParameterReads:
     def _watch(self, fqn: str, module: nn.Module) -> None:
         prefix = f"{fqn}." if fqn else ""
         held, is_stub = module.__dict__["_parameters"], isinstance(module, StageStub)
-        below = {n.removeprefix(prefix): a for n, a in self._known.items() if n.startswith(prefix)}
+        below = {n.removeprefix(prefix): a for n, a in self.known.items() if n.startswith(prefix)}
         buffers = {name: about for name, about in below.items() if is_stub and about.is_buffer}
         absent = {
             name: about
