@@ -443,7 +443,7 @@ class MeshStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
-        closure = closure if self.offload is None else self.offload.complete(closure)
+        closure = closure if self.offload is None else self.offload.complete(optimizer, closure)
         with self._hooks.updating(closure) as closure:
             output = super().optimizer_step(optimizer, closure, model, **options)
         self.activity.end_step()

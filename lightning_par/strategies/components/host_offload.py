@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_par.engine.offload.adam import check_optimizer
 from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
+from lightning_par.engine.offload.offload_state import OffloadState
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
@@ -153,20 +154,9 @@ class HostOffload:
         assert offload is not None
         (optimizer,) = optimizers
         offload = _without_delay(offload, module.trainer)
-        # Every micro-batch adds to a gradient: none is final before the last one's backward.
-        # With a pipeline, overlap is off: see below.
-        pipeline = model.steps.pipeline
-        kernel = choose_kernel(offload.cpu_kernel, cache_folder())
-        rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
         self._model, self._ignores_nonfinite = model, options.on_nonfinite == "ignore"
-        self._host = model.gradients.host = HostOptimizer(
-            optimizer,
-            device=device,
-            options=offload if pipeline is None else replace(offload, overlap="off"),
-            worker=UpdateWorker(kernel, torch.get_num_threads(), device),
-            late=model.gradients.reduced_late,
-            unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
-        )
+        self._options, self._device = offload, device
+        self._move(optimizer)
         self._opened = ExitStack()
         if offload.delayed_update is not False:
             # Lightning calls callbacks before the strategy's own hook: replaced, so that a
@@ -175,8 +165,6 @@ class HostOffload:
             call = partial(self._call_hooks, getattr(*caller))
             self._opened.enter_context(replaced(*caller, call))
         seen = list(_hooks_on_gradients(module))
-        # A hook that reads gradients has to find them on the device.
-        self._host.defers = bool(seen)
         if seen:
             on_device = offload.accumulate_on == "device"
             rank_zero_info(
@@ -184,6 +172,41 @@ class HostOffload:
                 "the device holds all of them until then"
                 + ("." if on_device else ", and accumulate_on='host' has no effect.")
             )
+
+    def _move(self, optimizer: Optimizer) -> None:
+        """Let the host make the steps of an optimizer from now on."""
+        model, offload, device = self._model, self._options, self._device
+        # Every micro-batch adds to a gradient: none is final before the last one's backward.
+        # With a pipeline, overlap is off: see below.
+        pipeline = model.steps.pipeline
+        kernel = choose_kernel(offload.cpu_kernel, cache_folder())
+        rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
+        self._optimizer = optimizer
+        self._host = model.gradients.host = HostOptimizer(
+            optimizer,
+            device=device,
+            options=offload if pipeline is None else replace(offload, overlap="off"),
+            worker=UpdateWorker(kernel, torch.get_num_threads(), device),
+            late=model.gradients.reduced_late,
+            unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
+        )
+        # A hook that reads gradients has to find them on the device.
+        self._host.defers = bool(list(_hooks_on_gradients(model.module)))
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Move the optimizer that user code has put in the place of the one that is moved."""
+        if optimizer is self._optimizer:
+            return
+        if self._host.state not in (OffloadState.IDLE, OffloadState.DELAYED):
+            raise ConfigurationError(
+                "LP604",
+                "a hook has put another optimizer into trainer.optimizers between two batches of "
+                "one step, and the host holds gradients of the first for the optimizer before. "
+                "Put it there after the step, or use a strategy without offloading.",
+            )
+        _check_steps(self._model.module, [optimizer])
+        self._host.close()
+        self._move(optimizer)
 
     @classmethod
     def of_run(
@@ -226,8 +249,9 @@ class HostOffload:
             largest=float(clips or 0) if by_value and not self._host.defers else float("inf"),
         )
 
-    def complete(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure of an optimizer step after which every gradient is on its way."""
+    def complete(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure of an optimizer's step after which every gradient is on its way."""
+        self._follow(optimizer)
 
         def completed() -> Any:
             result = closure()

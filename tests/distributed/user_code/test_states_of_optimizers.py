@@ -163,6 +163,16 @@ def copies_in_a_list_of_an_update_by_entry() -> Any:
     return wrapped(SlowByEntry)
 
 
+@CASES.add(equal=_EVERYWHERE)
+def another_optimizer_in_a_hook() -> Any:
+    class Module(Adam):
+        def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.1)]
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
