@@ -123,8 +123,8 @@ def check_references(optimizer: Optimizer) -> None:
             f"{kind} keeps parameters in {' and '.join(found)}, or copies of them, outside of "
             "param_groups and state. It may need whole tensors for its update, and these are given "
             "to it in param_groups only. Take the parameters from param_groups, and keep copies of "
-            "them in self.state[parameter]. Or, if each entry of a weight is updated by its own gradient "
-            f"and states, set {LOOKS_ACROSS} = 'entry' in the class {kind}.",
+            "them in self.state[parameter]. Or, if each entry of a weight is updated by its own "
+            f"gradient and states, set {LOOKS_ACROSS} = 'entry' in the class {kind}.",
         )
 
 
