@@ -144,7 +144,7 @@ def _cut_states(optimizer: Optimizer) -> None:
     """Let this rank keep its parts of states that are whole."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(parameter)
-        if isinstance(parameter, DTensor) and isinstance(state, MutableMapping):
+        if isinstance(parameter.data, DTensor) and isinstance(state, MutableMapping):
             state.update({name: state_like(parameter, value) for name, value in state.items()})
 
 
