@@ -14,10 +14,19 @@ HEADS = ("your code", "your model", "you do")
 pytestmark = pytest.mark.contract
 
 PROOFS: dict[str, str] = {
-    "`copy.deepcopy` of a module in a hook of the run": """
+    "`copy.deepcopy` of a module in a hook of the run, `torch.save` of one": """
+        cures_of_runs::blocks_that_are_pickled cures_of_runs::shards_that_are_pickled
         cures_of_runs::a_teacher_that_is_copied_on_the_mesh
         cures_of_runs::a_teacher_that_is_copied_in_setup
         cures_of_runs::a_teacher_that_is_copied_under_a_pipeline""",
+    "loads, clears or replaces states of an optimizer, or puts another optimizer in its place": """
+        states_of_optimizers::states_loaded_where_the_optimizer_is_made
+        states_of_optimizers::states_of_an_earlier_step_loaded_again
+        states_of_optimizers::states_that_are_cleared
+        states_of_optimizers::another_optimizer_in_a_hook""",
+    "reads or writes weights and optimizer states in `on_save_checkpoint`": (
+        "seen_checkpoints::test_a_hook_on_a_checkpoint_sees_that_of_one_process"
+    ),
     "puts another parameter or module in the place of one, in a hook of the run": """
         cures_of_runs::a_parameter_that_is_replaced cures_of_runs::values_of_another_parameter
         cures_of_runs::blocks_that_change_places""",
