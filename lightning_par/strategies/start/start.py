@@ -96,7 +96,9 @@ class RunStart:
         # One look for all replicas: it holds the state of the run's rule.
         given = weigher, steps.form, decisions, steps.count, has_values
         self._first_look = FirstLook(module, mesh, layout, *given)
-        self._structure = Structure(module) if mesh.sizes.world_size > 1 else None
+        divides = mesh.sizes.tensor > 1 or mesh.sizes.pipeline > 1
+        is_held = mesh.sizes.world_size > 1
+        self._structure = Structure(module, divides_blocks=divides) if is_held else None
         self._padding = PaddingLook(module, mesh, weigher, self._first_look.tolerance)
         self.is_over, self._has_begun = False, False
         self._end_of_run = EndOfRun(module, steps.weigher, self._first_look)

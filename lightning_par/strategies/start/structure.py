@@ -13,10 +13,13 @@ class Structure:
 
     Args:
         module: The user's LightningModule.
+        divides_blocks: Whether blocks have places on the mesh, so that lists may not get shorter.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, divides_blocks: bool) -> None:
         self._module = module
+        lists = (each for each in module.modules() if isinstance(each, nn.ModuleList | nn.Sequential))
+        self._entries = {id(entry) for each in lists for entry in each} if divides_blocks else set()
         # The objects are held, so that no other one can get the same `id`.
         self._held = {
             name: (part, dict(part.named_parameters(recurse=False)))
@@ -24,7 +27,8 @@ class Structure:
         }
 
     def check(self) -> None:
-        """Refuse parameters that were replaced, and modules that have changed their places.
+        """Refuse parameters that were replaced, and modules that have changed their places or are
+        gone from a list.
 
         Raises:
             ConfigurationError: On every rank.
@@ -36,7 +40,7 @@ class Structure:
         changed = [
             name
             for name, (part, _) in self._held.items()
-            if now.get(name) is not part and id(part) in here
+            if now.get(name) is not part and id(part) in here | self._entries
         ]
         for name, (part, parameters) in self._held.items():
             own = dict(part.named_parameters(recurse=False))
@@ -51,8 +55,8 @@ class Structure:
         if changed:
             raise ConfigurationError(
                 "LP329",
-                f"a hook has put others in the places of {', '.join(changed[:4])}, and the mesh "
-                "computes with the parameters that it took over. Change modules before that, in "
-                "__init__, setup or configure_model; or write to a parameter in place, "
+                f"a hook has put others in the places of {', '.join(changed[:4])}, or nothing, and "
+                "the mesh computes with the modules that it took over. Change modules before that, "
+                "in __init__, setup or configure_model; or write to a parameter in place, "
                 "self.net.head.weight.data.copy_(values).",
             )

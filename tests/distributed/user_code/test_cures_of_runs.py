@@ -124,6 +124,20 @@ def blocks_that_change_places(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP329", r"net\.blocks\.3, or nothing.*in __init__, setup or configure_model", "tp2")
+def a_block_that_is_deleted(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def setup(self, stage: str) -> None:
+            if cured:
+                del self.net.blocks[3]
+
+        def on_fit_start(self) -> None:
+            if not cured:
+                del self.net.blocks[3]
+
+    return Module()
+
+
 @CURES.add("LP329", r"places of net\.head\.weight.*write to a parameter in place", "tp2")
 def values_of_another_parameter(cured: bool) -> nn.Module:
     class Module(PlainModule):
