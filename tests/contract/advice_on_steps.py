@@ -204,7 +204,10 @@ STEPS: dict[str, dict[str, str]] = {
         ),
         "the group of tokens": "mixers::tokens_that_the_step_gathers_from_all_ranks",
     },
-    "LP322": {"shift labels in the data": "sequences::training_on_labels_shifted_in_the_data"},
+    "LP322": {
+        "shift labels in the data": "sequences::training_on_labels_shifted_in_the_data",
+        "declare what weighs": "cures_in_data::class_weights_on_divided_sequences",
+    },
     "LP323": {
         "pass a list in the place of a generator": (
             "cures_of_steps::a_list_in_the_place_of_a_generator"

@@ -320,8 +320,10 @@ class DividedLook:
         return (
             f"context_parallel_size={self._mesh.sizes.context}: training_step computes something "
             f"else on divided sequences: {difference}. A rank sees its own tokens, with labels "
-            "that are shifted already, so a step must not shift, slice or pool them. Shift labels "
-            f"in the data, {cure}; or use context_parallel_size=1. No weight was changed."
+            "that are shifted already, so a step must not shift, slice or pool them, and its loss "
+            "is a mean over the labels that BatchLayout declares (labels=, ignore_index=), or "
+            f"weighed by loss_weight=. Shift labels in the data, {cure}; or use "
+            "context_parallel_size=1. No weight was changed."
         )
 
 

@@ -52,6 +52,43 @@ def weights_that_some_batches_lack(cured: bool) -> Any:
     return Module(), token_pairs(), collate
 
 
+class _Attends(nn.Module):
+    """A block that looks at all earlier tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, h: Tensor) -> Tensor:
+        heads = self.up(h).unflatten(-1, (4, 8)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return h + seen.transpose(1, 2).flatten(2)
+
+
+def _attending() -> nn.Module:
+    net = PlainNet()
+    net.blocks = nn.ModuleList(_Attends() for _ in range(2))
+    return net
+
+
+@CURES.add("LP322", r"declares \(labels=, ignore_index=\), or weighed by loss_weight=", "cp2")
+def class_weights_on_divided_sequences(cured: bool) -> Any:
+    classes = torch.linspace(0.1, 3.0, 64, dtype=torch.float64)
+
+    class Module(PlainModule):
+        batch = BatchLayout(
+            sequence_dims={"0": 1, "1": 1},
+            labels="1",
+            loss_weight=(lambda batch: classes[batch[1]].sum()) if cured else None,
+        )
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), classes)
+
+    return Module(_attending())
+
+
 @CURES.add("LP309", r"write:\n  - .* draws from a generator of its own, draw in the dataset or")
 def weights_from_a_generator_of_the_step(cured: bool) -> Any:
     generator = np.random.default_rng(1)
