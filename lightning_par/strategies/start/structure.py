@@ -18,8 +18,8 @@ class Structure:
 
     def __init__(self, module: nn.Module, *, divides_blocks: bool) -> None:
         self._module = module
-        lists = (each for each in module.modules() if isinstance(each, nn.ModuleList | nn.Sequential))
-        self._entries = {id(entry) for each in lists for entry in each} if divides_blocks else set()
+        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        self._entries = {id(entry) for m in lists for entry in m} if divides_blocks else set()
         # The objects are held, so that no other one can get the same `id`.
         self._held = {
             name: (part, dict(part.named_parameters(recurse=False)))
