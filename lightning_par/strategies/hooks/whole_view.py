@@ -444,7 +444,7 @@ class WholeView(TorchFunctionMode):
         """Draw random numbers for the whole of a tensor, on every rank."""
         like = args[0]
         # A stage that draws for its own modules alone would draw other numbers than one process.
-        self._agree(f"{name} for {tuple(like.shape)}", None)
+        self._agree(f"{name} for {tuple(like.shape)} of stage {self._stage_of(like)}", None)
         # In the shape of the whole: a shard would draw fewer numbers than one process.
         plain = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         drawn = func(plain, *self.values(args[1:]), **self.values(kwargs))

@@ -115,7 +115,8 @@ def check_references(optimizer: Optimizer) -> None:
 
     # Lists that are replaced in place may be shared, as with an optimizer inside.
     shared = {id(optimizer.state), *map(id, groups)}
-    found = [name for name, value in vars(optimizer).items() if holds(value, set(shared))]
+    own = {n: value for n, value in vars(optimizer).items() if not n.startswith("_lightning_par")}
+    found = [name for name, value in own.items() if holds(value, set(shared))]
     if found:
         kind = type(optimizer).__name__
         raise ConfigurationError(

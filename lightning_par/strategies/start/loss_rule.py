@@ -211,8 +211,9 @@ def rule_error(
     pairs = zip(weights, parts, strict=True)
     # Only parts that weigh something: the loss of others may be NaN.
     error = abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
-    # A rule by which a part without a loss weighs something does not hold; another one may.
-    return float("inf") if math.isnan(error) else error
+    # A rule by which a part without a loss weighs something does not hold; another one may. Where
+    # the batch itself has no loss, nothing is known.
+    return float("inf") if math.isnan(error) and not math.isnan(whole) else error
 
 
 def choose_rule(errors: Mapping[str, float], tolerance: float) -> list[str]:
