@@ -352,8 +352,7 @@ class _AbsentTensor(Tensor):
 class _Shape(StageStub):
     """A stub that answers for the plain attributes of the module that it replaces.
 
-    It shares no parameter with the model, so that ties stay between real parameters. A model that
-    tells its children apart finds it an instance of their class.
+    It shares no parameter with the model, so that ties stay between real parameters.
 
     Args:
         module: What it replaces.
@@ -362,22 +361,17 @@ class _Shape(StageStub):
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
         super().__init__()
+        # Given to deepcopy as copied already, so that the values are never duplicated.
         params = module.parameters()
         # Parameters as copied already, and on meta: the copy of the module takes no memory.
         memo: dict[int, Any] = {id(p): like_parameter(p, p.to("meta")) for p in params}
         kept = (v for part in module.modules() for v in vars(part).values())
         computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
-        # As weight_norm leaves them on the module, which deepcopy refuses.
-        memo |= {id(v): v.detach().to("meta") for v in computed}
+        # deepcopy refuses tensors with a graph, as weight_norm leaves them on the module.
+        memo |= {id(v): v.detach().to("meta") for v in computed}  # which deepcopy refuses
         # Into __dict__: as a child module it would be found by parameters() and state_dict().
         self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
         self.__dict__["_fqn"] = fqn
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class of the module, for `isinstance`, which asks the stub's own class, too."""
-        kind = type(vars(self).get("_shape_only", self))
-        return type(self) if hasattr(kind, "__iter__") else kind  # a stub has no entries
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module; of its tensors, only what they look like."""
@@ -387,6 +381,7 @@ class _Shape(StageStub):
             value = getattr(self.__dict__["_shape_only"], name)
         fqn = f"{self.__dict__['_fqn']}.{name}"
         if isinstance(value, Tensor):
+            # One element in memory, whatever the shape, on a device where code can go on.
             # One element, expanded: code may ask for the shape and go on.
             seen = poison((), value.dtype, torch.device("cpu")).expand(value.shape)
             absent = seen.as_subclass(_AbsentTensor)
@@ -418,7 +413,8 @@ class EarlierBlock(StageStub):
         except AttributeError:
             pass
         try:
-            # What __init__ set is on the copy; what its forward sets arrives as `carried`.
+            # What __init__ set is on the copy; what the block's forward sets arrives as
+            # `carried`.
             return getattr(self.__dict__["_shape"], name)
         except AttributeError as error:  # told by `explain_absent`
             raise AttributeError(str(error), name=name, obj=self) from None
@@ -458,7 +454,7 @@ class EarlierBlock(StageStub):
 @cache
 def _stub_class(block: Hashable) -> type[EarlierBlock]:
     assert isinstance(block, type)
-    # Not traced: the message, which is read at each call, would be a constant of the graph.
+    # The message is read at each call; traced, it would be a constant of the graph.
     members = {"forward": torch.compiler.disable(EarlierBlock.forward)}
     return type(f"Earlier{block.__name__}", (EarlierBlock, block), members)
 
@@ -478,6 +474,7 @@ def earlier_block(
     # Not the block's own __init__, which would make parameters.
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
+    # Only what every nn.Module has: hooks and dicts.
     nn.Module.__init__(stub)
     stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
     stub.__dict__["_shape"] = _Shape(block, fqn)
@@ -565,7 +562,9 @@ class GhostModule(_Shape):
             )
         given, spec = tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
-        # By structure, shapes and dtypes: other values in the arguments may change the answer.
+        # Shapes in, shapes out: known after the first micro-batch unless other values take part.
+        # Keyed by structure, shapes and dtypes: anything else in the arguments may change the
+        # answer.
         known, key = self.__dict__["_answers"], (spec, *map(_shape_of, given))
         # None in the key: a value that is no tensor, of which the answer may depend.
         if None in key or key not in known or draws_on_meta():
@@ -586,7 +585,8 @@ class GhostModule(_Shape):
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731
         args, kwargs = tree_map(to_meta, (args, kwargs))
-        # What it draws on meta the real module draws, too, unless all ranks share draws.
+        # The ghost draws on meta what the real module draws: generators are put back, unless
+        # draws are shared and have to advance as on one process.
         restored = nullcontext() if draws_on_meta() else fork_torch_rng(torch.device("cpu"))
         try:
             with torch.no_grad(), restored:

@@ -495,11 +495,12 @@ class PipelinedSteps:
             raise NonFiniteError(
                 "LP314",
                 "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
-                "or a micro-batch does, as where the mean over labels has no valid one in it: use "
-                "num_microbatches=1; or the step uses a value that lives on another pipeline stage "
-                "(such values are NaN on purpose): name its module in "
+                "or the step uses a "
+                "value that lives on another pipeline stage (such values are NaN on purpose): name "
+                "its module in "
                 "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. "
-                "No weight was changed.",
+                "No weight was "
+                "changed.",
             )
 
 
