@@ -74,10 +74,8 @@ def warn_of_logs(step: str, names: frozenset[str]) -> None:
             f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
             "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
             "where one process would log another number. Log what it is computed from, and "
-            "compute it at the end of the epoch, or use a torchmetrics metric of that. For the "
-            "largest loss of an epoch keep the largest of outputs['loss'] in on_train_batch_end, "
-            "which gets that of the whole batch; reduce_fx='max' is for the largest entry of a "
-            "batch, whatever it is cut into."
+            "compute it at the end of the epoch; or use a torchmetrics metric, or "
+            "reduce_fx='max'."
         )
 
 

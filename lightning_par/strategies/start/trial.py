@@ -1,7 +1,7 @@
 """Running the user's step on some batches, all of it on every stage, and without its logs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,11 +49,11 @@ def try_step(
     before, ends = buffers_of(module) if learns else {}, list[dict[str, Tensor]]()
     given = [map_tensors(batch, Tensor.clone) for batch in batches] if learns else []
 
-    def run(index: int, *, follows: bool = False) -> list[LogCall]:
+    def run(index: int, followed: AbstractContextManager[Any] | None = None) -> list[LogCall]:
         nonlocal leaves
         calls: list[LogCall] = []
         # A batch that was run already may have been written to.
-        batch = map_tensors(given[index], Tensor.clone) if not follows else batches[index]
+        batch = map_tensors(given[index], Tensor.clone) if followed is None else batches[index]
         step = partial(steps.call, getattr(module, name), (batch, *rest))
         # Each batch begins from the state of the step, but for what samples change in it: that
         # stays, so that `ends` shows the parts one after the other.
@@ -61,8 +61,7 @@ def try_step(
             with (
                 context(),
                 record_logs(module, calls),
-                # Here, as what `next_part` has noted it puts back: hooks and wrapped updates, too.
-                watch.followed(index) if follows else nullcontext(),
+                followed or nullcontext(),
                 steps.user_step(("first look",), index),
             ):
                 is_training = name == "training_step"
@@ -76,7 +75,7 @@ def try_step(
         return numbers_of(calls)
 
     for index in range(len(batches)):
-        logs.append(run(index, follows=True))
+        logs.append(run(index, watch.followed(index)))
     if learns:
         _learn_buffers(steps, before, ends, len(batches) - 1, run)
         # Runs of `again` and `alone` are no parts of the batch.

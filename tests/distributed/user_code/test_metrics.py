@@ -10,12 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassConfusionMatrix,
-    MulticlassF1Score,
-)
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par import Hybrid3DStrategy
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -84,30 +80,6 @@ class Weighing(PlainModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log("val_loss", self.val_loss.compute())
-
-
-class Extremes(PlainModule):
-    """Gives the loss of a batch to a metric and a log that take the largest; and counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest, self.counts = MaxMetric(), MulticlassConfusionMatrix(64, ignore_index=-100)
-        self.most = 0.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.net(batch[0]).flatten(0, 1)
-        loss = F.cross_entropy(logits, batch[1].flatten())
-        self.largest.update(loss.detach())
-        self.counts.update(logits.argmax(-1), batch[1].flatten())
-        options: Any = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        self.log("most_by_log", loss.detach(), reduce_fx="max", **options)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.most = max(self.most, float(outputs["loss"]))
-
-    def on_train_end(self) -> None:
-        self.most += float(self.counts.compute().double().square().sum())
 
 
 class Sized(PlainModule):
@@ -249,27 +221,3 @@ def test_a_metric_that_depends_on_how_a_batch_is_cut_is_named(layout: str) -> No
     told = results[0][2]
     assert any("training_step updates the metrics self.mean_loss" in text for text in told)
     assert (layout == "zero1") == any("validation_step" in text for text in told)
-
-
-def _extremes(rank: int, world: int, layout: str | None) -> Any:
-    seed_everything(0, verbose=False)
-    module = Extremes().double()
-    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
-    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(_ragged(), 4 if layout == "zero1" else 8))
-    return module.most, [str(w.message) for w in caught]
-
-
-@pytest.mark.parametrize("layout", ["zero1", "pp2"])
-def test_the_largest_loss_is_named_with_a_cure_and_counts_are_not(layout: str) -> None:
-    ((most, _),) = run_ranks(_extremes, 1, None)
-    results = run_ranks(_extremes, 2, layout, timeout=180)
-    assert [found for found, _ in results] == pytest.approx([most] * 2, rel=1e-6)
-    told = results[0][1]
-    (of_metrics,) = [text for text in told if "updates the metrics" in text]
-    assert "self.largest with" in of_metrics  # and not the counts
-    (of_logs,) = [text for text in told if "training_step logs" in text]
-    assert "most_by_log" in of_logs
-    assert "keep the largest of outputs['loss'] in on_train_batch_end" in of_logs
