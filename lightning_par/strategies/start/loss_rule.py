@@ -212,8 +212,8 @@ def rule_error(
     # Only parts that weigh something: the loss of others may be NaN.
     error = abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
     # A rule by which a part without a loss weighs something does not hold; another one may. Where
-    # the batch itself has no loss, nothing is known.
-    return float("inf") if math.isnan(error) and not math.isnan(whole) else error
+    # the loss of the batch is no number, nothing is known.
+    return float("inf") if math.isnan(error) and math.isfinite(whole) else error
 
 
 def choose_rule(errors: Mapping[str, float], tolerance: float) -> list[str]:
