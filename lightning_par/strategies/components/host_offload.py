@@ -191,7 +191,7 @@ class HostOffload:
             unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
         )
         # A hook that reads gradients has to find them on the device.
-        self._host.defers = bool(list(_hooks_on_gradients(model.module)))
+        self._host.defers = any(True for _ in _hooks_on_gradients(model.module))
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Move the optimizer that user code has put in the place of the one that is moved."""

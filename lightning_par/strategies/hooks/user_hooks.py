@@ -140,8 +140,8 @@ class UserHooks:
             return
         alone = () if model.module.automatic_optimization else ("training_step",)
         model.steps.shown = frozenset(readers).difference(alone)
-        rest = model.steps.weigher, device, readers, alone
-        self._results = JoinedResults(model.mesh, *rest)
+        weigher = model.steps.weigher
+        self._results = JoinedResults(model.mesh, weigher, device, readers, alone)
 
     def _with_results(self, stack: ExitStack, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of a hook, with what a step returned for the global batch."""

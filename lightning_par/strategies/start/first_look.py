@@ -23,7 +23,7 @@ from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.contrast import make_contrast
-from lightning_par.strategies.start.logged_means import is_joined, sized_by_samples, sized_on_all
+from lightning_par.strategies.start.logged_means import judge_logs
 from lightning_par.strategies.start.loss_refusal import refusal_of_loss, refusal_of_uncounted
 from lightning_par.strategies.start.loss_rule import (
     candidate_rules,
@@ -47,15 +47,7 @@ from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts,
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
 from lightning_par.strategies.step.loss_form import Confirmed, FormWatch
-from lightning_par.strategies.step.metrics import compare_metrics
 from lightning_par.strategies.step.step_report import StepReport
-from lightning_par.strategies.step.step_traces import (
-    compare_parts,
-    MEAN_OF_SAMPLES,
-    NOT_OF_PARTS,
-    SAME_KIND,
-    SUM_OF_PARTS,
-)
 
 __all__ = ["FirstLook"]
 
@@ -107,6 +99,7 @@ class FirstLook:
         is_over: Whether no later step has to be looked at, whatever its batch.
         is_told: Whether the last look has shown anything of the rule of the loss.
         looks: Number of looks.
+        judge_logs: `logged_means.judge_logs` of this run.
     """
 
     def __init__(
@@ -123,6 +116,7 @@ class FirstLook:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
         self.looks, self._is_known, self.share = 0, True, Share()
+        self.judge_logs = partial(judge_logs, weigher, mesh, decisions, self.tolerance)
         self.is_told, self._has_values = False, has_values
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
         if mesh.sizes.context > 1 and layout.labels and layout.loss_weight is None:
@@ -493,49 +487,6 @@ class FirstLook:
             source = f"{source}; {rest} the samples alike so far"
         self._decisions.add("loss", weigher.rule.name, source)
         self._form.confirms = Confirmed.of(weigher.rule, ratios.get(weigher.rule.name))
-
-    def judge_logs(
-        self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
-    ) -> frozenset[str]:
-        """Learn how logged numbers and metrics follow from parts of a batch; return which do not.
-
-        Args:
-            seen: What the step did on some samples and on parts of them.
-            parts: These, with their numbers of samples.
-            microbatches: Into how many a batch is cut. Replicas log together what `sync_dist` asks.
-
-        **Communicates**: a number over the replicas; and the names, if there are such.
-        """
-        kinds: dict[str, int] | None = None
-        sized: dict[str, bool] = {}
-        # A prediction has no labels to weigh by.
-        if len(parts) > 1 and (any(seen.logs) or any(seen.metrics)):
-            logs = [[c for c in made if microbatches > 1 or is_joined(c)] for made in seen.logs]
-            weighted = torch.stack([self._weigher.rule.weigh(*p).double().cpu() for p in parts[1:]])
-            counts = [count for _, count in parts[1:]]
-            kinds = compare_parts(logs, weighted, self.tolerance(), counts)
-            sized = sized_by_samples(logs, weighted, [parts[0][1], *counts])
-            # A number that is 0 is the sum of parts as well as their mean.
-            self._weigher.judged |= {call.name for call in logs[0] if call.value}
-            kinds |= compare_metrics(*seen.metrics, self.tolerance())
-        held = [(kinds, sized)]
-        if self._mesh.sizes.data > 1:
-            tells = torch.tensor(max([*(kinds or {}).values(), *sized.values()], default=0))
-            dist.all_reduce(tells, dist.ReduceOp.MAX, group=self._mesh.data_group)
-            if tells == SAME_KIND:
-                return frozenset()
-            held *= self._mesh.sizes.data
-            dist.all_gather_object(held, (kinds, sized), group=self._mesh.data_group)
-        known = [found for found, _ in held if found is not None]
-        self._weigher.sized |= sized_on_all([names for found, names in held if found is not None])
-        by_name = {name: {found.get(name) for found in known} for found in known for name in found}
-        self._weigher.sums |= {name for name, kind in by_name.items() if kind == {SUM_OF_PARTS}}
-        means = {name for name, kind in by_name.items() if kind <= {SAME_KIND, MEAN_OF_SAMPLES}}
-        self._weigher.by_samples |= {name for name in means if MEAN_OF_SAMPLES in by_name[name]}
-        if named := ", ".join(sorted(self._weigher.by_samples)):
-            self._decisions.add("logs", f"{named} by samples, others as the loss")
-        mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
-        return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
 
     def _agree(self, found: _Finding) -> _Finding:
         """Return what all replicas found together: of errors the largest."""

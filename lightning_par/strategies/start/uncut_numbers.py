@@ -104,9 +104,9 @@ def _scaled(batch: Any, dims: BatchDims) -> set[str]:
             differ = float(rows.max() - rows.min()) > 1e3 * near
             # Whole numbers, such as labels, may have such a sum by chance.
             is_whole = not (rows % 1).any()
-            if differ and not is_whole:
-                total = float(rows.sum())
-                found |= {path} if any(abs(total - n) <= near for n in (0, 1, len(rows))) else set()
+            total = float(rows.sum())
+            if differ and not is_whole and any(abs(total - n) <= near for n in (0, 1, len(rows))):
+                found.add(path)
     return found
 
 
