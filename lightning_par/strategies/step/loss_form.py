@@ -215,10 +215,13 @@ class FormWatch:
 
     def end(self, *, is_judged: bool) -> None:
         """Forget what was noted of a step; warn of it if nobody has judged the step."""
-        is_other = self.loses or (self._is_other is not None and bool(self._is_other))
-        if self.is_new or (not is_judged and is_other):
+        # A judged step is not asked: the host would wait for the device.
+        if self.is_new or (not is_judged and self._is_other_loss()):
             self._warn()
         self._forget()
+
+    def _is_other_loss(self) -> bool:
+        return self.loses or (self._is_other is not None and bool(self._is_other))
 
     def _forget(self) -> None:
         self.is_new = self.loses = False
