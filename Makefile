@@ -115,7 +115,7 @@ bench: $(STAMP) ## Run every benchmark that this machine can run
 	@for script in $(sort $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/[a-z]*.py))); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-zoo: $(STAMP) ## Score checkers on the silent faults of benchmarks/zoo (eight minutes); draws docs/pictures/zoo.svg
+zoo: $(STAMP) ## Score checkers on the silent faults of benchmarks/zoo (less than ten minutes); draws docs/pictures/zoo.svg
 	$(BIN)/python -m benchmarks.zoo --report benchmarks/zoo/found.json
 	$(BIN)/python docs/drawing/draw_zoo.py
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from benchmarks.zoo.fault import FAULTS
-from benchmarks.zoo.score import counts_by_phase, Healthy, Row, score_table
-from benchmarks.zoo.trials import Trials
+from benchmarks.zoo.score import counts_by_phase, score_table
+from benchmarks.zoo.trials import try_all
 from tests.support.ranks.api import close_ranks
 
 
@@ -31,12 +31,9 @@ def main() -> None:
         print_found()
         close_ranks()
         return
-    began, trials, rows = time.monotonic(), Trials(), list[Row]()
-    for number, fault in enumerate(FAULTS):
-        if given.only in fault.name:
-            rows.append(trials.try_fault(number))
-            print(rows[-1], flush=True)
-    healthy = Healthy() if given.only else trials.try_healthy()
+    began = time.monotonic()
+    numbers = [n for n, fault in enumerate(FAULTS) if given.only in fault.name]
+    rows, healthy = try_all(numbers, healthy=not given.only)
     print(f"\n{score_table(rows, healthy)}")
     missed = [row.fault.name for row in rows if row.found["proof"] is None]
     print(f"\nnot found by the proof: {', '.join(missed) or 'none'}")

@@ -6,7 +6,10 @@ import torch
 
 from benchmarks.zoo.comm import Layout
 
-__all__ = ["HEALTHY"]
+__all__ = ["HEALTHY", "Case"]
+
+Case = tuple[Layout, dict[str, Any], int, bool]
+"""Layout, options of the configuration, seed, and whether it goes on from a file."""
 
 _LAYOUTS = [
     Layout(dp=2),
@@ -26,11 +29,11 @@ _EXPERTS += [Layout(pp=2, micro=2)]
 _DROPS: dict[str, Any] = {"dropout": 0.2, "recompute": True}
 _SINGLE: dict[str, Any] = {"dtype": torch.float32}
 
-HEALTHY: list[tuple[Layout, dict[str, Any], int, bool]] = [
+HEALTHY: list[Case] = [
     *((layout, {}, 1, False) for layout in _LAYOUTS),
     *((layout, _DROPS, 2, True) for layout in _LAYOUTS),
     *((layout, _SINGLE, 3, False) for layout in _LAYOUTS[:6]),
     *((layout, {"experts": 4}, 4, False) for layout in _EXPERTS),
     *((layout, {"experts": 4, **_DROPS}, 5, True) for layout in _EXPERTS),
 ]
-"""40 of them: layout, options of the configuration, seed, and whether it goes on from a file."""
+"""40 of them."""

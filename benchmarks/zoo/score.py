@@ -1,10 +1,11 @@
 """What checkers have found, and their score."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.zoo.fault import Fault, PHASES
+from benchmarks.zoo.fault import Fault, FAULTS, PHASES
 from benchmarks.zoo.play import WATCHING
 from benchmarks.zoo.proof import Verdict
 
@@ -25,16 +26,21 @@ class Row:
     """What came of a fault.
 
     Attributes:
-        fault: It.
+        number: Of the fault in `FAULTS`; faults are functions, which processes cannot send.
         found: Checker -> what it has found; None: nothing.
         changed: Largest relative difference of a loss from the healthy run.
         crash: What ended the run; empty: nothing did.
     """
 
-    fault: Fault
+    number: int
     found: Mapping[str, Verdict | None] = field(default_factory=lambda: dict.fromkeys(CHECKERS))
     changed: float = 0.0
     crash: str = ""
+
+    @property
+    def fault(self) -> Fault:
+        """The fault."""
+        return FAULTS[self.number]
 
     def is_at_once(self, checker: str) -> bool:
         """Tell whether it was found in the first step in which it acts."""
@@ -70,6 +76,19 @@ def _axes(text: str) -> set[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthyRun:
+    """What came of one healthy run.
+
+    Attributes:
+        alarms: Checker -> what it said, if it found something.
+        time: Checker -> its time over that of the run.
+    """
+
+    alarms: Mapping[str, str]
+    time: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Healthy:
     """What came of healthy runs; nothing, where they were not run.
 
@@ -82,6 +101,15 @@ class Healthy:
     alarms: Mapping[str, Sequence[str]] = field(default_factory=dict)
     time: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(runs: Sequence[HealthyRun], memory: Mapping[str, float]) -> "Healthy":
+        """Return what came of all of them; times are medians."""
+        return Healthy(
+            alarms={n: [run.alarms[n] for run in runs if n in run.alarms] for n in CHECKERS},
+            time={name: statistics.median(run.time[name] for run in runs) for name in WATCHING},
+            memory=memory,
+        )
 
 
 def score_table(rows: Sequence[Row], healthy: Healthy) -> str:

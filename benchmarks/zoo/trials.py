@@ -2,23 +2,74 @@
 
 import math
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import as_completed, ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 from benchmarks.zoo.comm import Layout
 from benchmarks.zoo.fault import FAULTS
-from benchmarks.zoo.healthy import HEALTHY
+from benchmarks.zoo.healthy import Case, HEALTHY
 from benchmarks.zoo.invariants import Learned
 from benchmarks.zoo.play import Outcome, play, play_counted, Run, run_of, WATCHING
 from benchmarks.zoo.proof import Verdict
-from benchmarks.zoo.score import CHECKERS, Healthy, Row
+from benchmarks.zoo.score import Healthy, HealthyRun, Row
 from tests.support.ranks.api import RankError, run_ranks
 
-__all__ = ["Trials"]
+__all__ = ["Trials", "try_all"]
 
 _TIMEOUT = 120
+_AT_ONCE = 2
+"""Faults that are tried side by side, each on up to eight ranks."""
 _LEARNS = ("invariants",)
 _MEASURED = HEALTHY[0:10:2]
 """Healthy runs in which memory is measured; each has another layout."""
+
+
+def try_all(numbers: Sequence[int], *, healthy: bool) -> tuple[list[Row], Healthy]:
+    """Print and return what comes of faults, and of healthy runs.
+
+    Two runs go on at a time: the ranks of one wait for each other, which leaves a third of two
+    cores idle. Runs of one kind follow each other in one process, which keeps what it compares
+    them with.
+
+    Args:
+        numbers: Of the faults.
+        healthy: Whether there are healthy runs.
+    """
+    by_run: dict[Run, list[int]] = {}
+    for number in numbers:
+        by_run.setdefault(run_of(FAULTS[number]), []).append(number)
+    rows: dict[int, Row] = {}
+    with ProcessPoolExecutor(_AT_ONCE, mp_context=get_context("spawn")) as pool:
+        memory = pool.submit(_measure_memory) if healthy else None
+        largest_first = sorted(by_run.values(), key=len, reverse=True)
+        tried = [pool.submit(_try_faults, same) for same in largest_first]
+        parts = [HEALTHY[n : n + 5] for n in range(0, len(HEALTHY), 5)] if healthy else []
+        ran = [pool.submit(_try_healthy, part) for part in parts]
+        for done in as_completed(tried):
+            for row in done.result():
+                rows[row.number] = row
+                print(row, flush=True)
+        found = [rows[number] for number in numbers]
+        if memory is None:
+            return found, Healthy()
+        runs = [one for part in ran for one in part.result()]
+        return found, Healthy.of(runs, memory.result())
+
+
+def _try_faults(numbers: Sequence[int]) -> list[Row]:
+    trials = Trials()
+    return [trials.try_fault(number) for number in numbers]
+
+
+def _try_healthy(cases: Sequence[Case]) -> list[HealthyRun]:
+    trials = Trials()
+    return [trials.try_healthy(case) for case in cases]
+
+
+def _measure_memory() -> dict[str, float]:
+    return Trials().measure_memory()
 
 
 class Trials:
@@ -36,30 +87,30 @@ class Trials:
         try:
             outcome = self._play(run, number, healthy)
         except RankError as error:
-            return Row(fault=fault, crash=str(error).splitlines()[0])
+            return Row(number=number, crash=str(error).splitlines()[0])
         losses = zip(outcome.losses, healthy[0].losses, strict=True)
         return Row(
-            fault=fault,
+            number=number,
             found=self._verdicts(run, outcome, number if fault.is_shared else None),
             changed=max(abs(a - b) / abs(b) for a, b in losses),
         )
 
-    def try_healthy(self) -> Healthy:
+    def try_healthy(self, case: Case) -> HealthyRun:
         """Train without faults."""
-        alarms: dict[str, list[str]] = {name: [] for name in CHECKERS}
-        shares: dict[str, list[float]] = {name: [] for name in WATCHING}
-        for layout, options, seed, resumes in HEALTHY:
-            run = Run(layout=layout, options=tuple(options.items()), seed=seed, resumes=resumes)
-            outcome = self._play(run, None, self._healthy(replace(run, seed=0)))
-            for name in WATCHING:
-                shares[name].append(outcome.seconds[name] / outcome.seconds["run"])
-            for name, verdict in self._verdicts(run, outcome).items():
-                if verdict is not None:
-                    alarms[name].append(f"{layout} {options}: {verdict.text or verdict.phase}")
-        time = {name: statistics.median(found) for name, found in shares.items()}
-        return Healthy(alarms=alarms, time=time, memory=self._measure_memory())
+        layout, options, seed, resumes = case
+        run = Run(layout=layout, options=tuple(options.items()), seed=seed, resumes=resumes)
+        outcome = self._play(run, None, self._healthy(replace(run, seed=0)))
+        verdicts = self._verdicts(run, outcome).items()
+        return HealthyRun(
+            alarms={
+                name: f"{layout} {options}: {verdict.text or verdict.phase}"
+                for name, verdict in verdicts
+                if verdict is not None
+            },
+            time={name: outcome.seconds[name] / outcome.seconds["run"] for name in WATCHING},
+        )
 
-    def _measure_memory(self) -> dict[str, float]:
+    def measure_memory(self) -> dict[str, float]:
         """Return for each checker the peak of the tensors of a rank with it over that without it,
         on the rank where this is most; the median over healthy runs.
         """
