@@ -115,9 +115,7 @@ def _block_stub(
     before = number < stage.first_block
     if before:
         return earlier_block(block, fqn, stage, number, captured)
-    stub = LaterBlock(block, fqn)
-    stub.__dict__["_stage"] = stage
-    return stub
+    return LaterBlock(block, fqn, stage)
 
 
 def _poison_parameter(owner: nn.Module, name: str) -> None:

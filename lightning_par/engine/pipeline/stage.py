@@ -352,26 +352,36 @@ class _AbsentTensor(Tensor):
 class _Shape(StageStub):
     """A stub that answers for the plain attributes of the module that it replaces.
 
-    It shares no parameter with the model, so that ties stay between real parameters.
+    It shares no parameter with the model, so that ties stay between real parameters. While a step
+    runs, `isinstance` finds it an instance of the module's class, as forwards tell layers apart.
 
     Args:
         module: What it replaces.
         fqn: For messages.
+        stage: Runs the steps; None: of those nothing is known.
     """
 
-    def __init__(self, module: nn.Module, fqn: str) -> None:
+    def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
         super().__init__()
-        # Given to deepcopy as copied already, so that the values are never duplicated.
         params = module.parameters()
         # Parameters as copied already, and on meta: the copy of the module takes no memory.
         memo: dict[int, Any] = {id(p): like_parameter(p, p.to("meta")) for p in params}
         kept = (v for part in module.modules() for v in vars(part).values())
         computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
         # deepcopy refuses tensors with a graph, as weight_norm leaves them on the module.
-        memo |= {id(v): v.detach().to("meta") for v in computed}  # which deepcopy refuses
+        memo |= {id(v): v.detach().to("meta") for v in computed}
         # Into __dict__: as a child module it would be found by parameters() and state_dict().
         self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
-        self.__dict__["_fqn"] = fqn
+        self.__dict__["_fqn"], self.__dict__["_stage"] = fqn, stage
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Return the module's class while a step runs, but a list's: stubs have no children."""
+        stage = self.__dict__.get("_stage")
+        if stage is None or stage.current is None:
+            return type(self)
+        kind = type(self.__dict__["_shape_only"])
+        return type(self) if kind.forward is nn.Module.forward else kind
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module; of its tensors, only what they look like."""
@@ -381,18 +391,14 @@ class _Shape(StageStub):
             value = getattr(self.__dict__["_shape_only"], name)
         fqn = f"{self.__dict__['_fqn']}.{name}"
         if isinstance(value, Tensor):
-            # One element in memory, whatever the shape, on a device where code can go on.
             # One element, expanded: code may ask for the shape and go on.
             seen = poison((), value.dtype, torch.device("cpu")).expand(value.shape)
             absent = seen.as_subclass(_AbsentTensor)
             absent._fqn = fqn
             return absent
         if isinstance(value, nn.Module):
-            value = self.__dict__[name] = self._part(value, fqn)
+            value = self.__dict__[name] = type(self)(value, fqn, self.__dict__["_stage"])
         return value
-
-    def _part(self, module: nn.Module, fqn: str) -> "_Shape":
-        return type(self)(module, fqn)
 
 
 class EarlierBlock(StageStub):
@@ -507,10 +513,6 @@ class LaterBlock(_Shape):
 class AbsentModule(_Shape):
     """Stub of a module that only the last stage holds; it may not be called."""
 
-    def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
-        super().__init__(module, fqn)
-        self.__dict__["_stage"] = stage
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `PipelineError`."""
         # Outside of a step, it is a hook that calls it, and the cure is another one.
@@ -532,12 +534,8 @@ class GhostModule(_Shape):
     """Stub of a module of the first stage: runs on meta for its shapes, and returns NaNs."""
 
     def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
-        super().__init__(module, fqn)
+        super().__init__(module, fqn, stage)
         self.__dict__["_answers"] = {}
-        self.__dict__["_stage"] = stage
-
-    def _part(self, module: nn.Module, fqn: str) -> "_Shape":
-        return GhostModule(module, fqn, self.__dict__["_stage"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GhostModule":
         """Follow changes of dtype, never of device: shapes are computed on meta."""

@@ -314,6 +314,46 @@ def heads_of_several_blocks_in_a_list() -> Any:
     return Planless(_WithHeads(listed=True)), token_pairs()
 
 
+class _Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + self.linear(x) * gate
+
+
+class _ToldApart(nn.Module):
+    """Calls layers as their classes want it, and knows no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        both = [(_Gated(), _Residual(nn.LayerNorm(32), nn.Linear(32, 32))) for _ in range(2)]
+        self.layers = nn.ModuleList(layer for pair in both for layer in pair)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        gate = torch.full((32,), 0.5)
+        for layer in self.layers:
+            if isinstance(layer, _Gated):
+                h = layer(h, gate)
+            elif isinstance(layer, nn.Sequential):
+                h = layer(h)
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+@CASES.add(equal="pp2", large="tp2 tp2pp2 pp2_interleaved")
+def layers_told_apart_by_their_class() -> Any:
+    return Planless(_ToldApart()), token_pairs()
+
+
 @CASES.add(equal="tp2pp2", large="tp2 pp2")
 def plan_that_declares_the_batch_only() -> Any:
     class Module(Planless):
