@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -52,7 +53,7 @@ def runs_of(
     if example is None:
         yield from ((partial(call_model, model), guess) for guess in guess_examples(model))
     elif step is not None:
-        # First without the hooks of a fit, as most steps need none; then with them.
+        # First without optimizers and the hooks of a fit, as most steps need none; then with them.
         yield partial(_step, model, name, step), example
         yield partial(_step, model, name, step, hooks=_HOOKS.get(name, ())), example
     else:
@@ -86,6 +87,9 @@ def _step(
     if not trains:
         model.eval()
     # A hook may need a Trainer that is not there; what it makes before that is kept.
+    if trains and hooks:
+        with suppress(Exception):
+            _configure(model)
     for hook in hooks:
         with suppress(Exception):
             getattr(model, hook)()
@@ -97,6 +101,18 @@ def _step(
     registered = ("_parameters", "_buffers", "_modules")
     kept = [v for m in model.modules() for k, v in vars(m).items() if k not in registered]
     return result, logged, [v for v in kept if isinstance(v, Tensor | list | dict | tuple)]
+
+
+def _configure(model: Any) -> None:
+    """Give the Trainer the optimizers and schedules of a run, which steps log or ask for.
+
+    The trace is run in a fork of the process, which ends with it.
+    """
+    strategy = model.trainer.strategy
+    configured = model.configure_optimizers()
+    strategy.optimizers = [*_found(configured, Optimizer)]
+    schedules = _found(configured, LRScheduler)
+    strategy.lr_scheduler_configs = [SimpleNamespace(scheduler=one) for one in schedules]
 
 
 def _number_of_indices(step: Callable[..., Any]) -> int:

@@ -363,6 +363,23 @@ def plan_that_declares_the_batch_only() -> Any:
     return Module(structures.LanguageModel()), padded_pairs()
 
 
+@CASES.add(equal="tp2pp2", large="tp2 pp2")
+def step_that_logs_its_learning_rate() -> Any:
+    class Module(Planless):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+            self.log("same", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+            self.log("next", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    return Module(structures.LanguageModel()), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
