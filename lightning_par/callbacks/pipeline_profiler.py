@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_par.callbacks.profiler import mesh_strategy, Profiler, Recording, ReportSection
 from lightning_par.profiling.html_report import Table
+from lightning_par.profiling.pipeline_advice import advise, as_milliseconds, as_percent
 from lightning_par.profiling.pipeline_record import RankRecord
 from lightning_par.profiling.pipeline_summary import PipelineSummary, RankTimes, summarize_pipeline
 from lightning_par.profiling.timeline_plot import draw_timeline
@@ -96,13 +97,13 @@ class PipelineProfiler(Profiler):
         found = _summarize(recording, pipelines[0])
         section.predicted = found.simulation.events
         section.headline = {
-            "bubble, measured": _percent(found.bubble),
-            "bubble, predicted": _percent(found.predicted),
-            "bubble if the stages were equal": _percent(found.balanced),
-            "imbalance": _percent(found.imbalance),
-            "pipelined part of a step": _milliseconds(found.makespan),
+            "bubble, measured": as_percent(found.bubble),
+            "bubble, predicted": as_percent(found.predicted),
+            "bubble if the stages were equal": as_percent(found.balanced),
+            "imbalance": as_percent(found.imbalance),
+            "pipelined part of a step": as_milliseconds(found.makespan),
         }
-        section.remarks = [_advice(found)]
+        section.remarks = advise(found)
         error = max(record.clock_error for record in records)
         if error:
             section.remarks.append(f"The clocks of the hosts agree to within {1e3 * error:.3f} ms.")
@@ -142,26 +143,6 @@ def _pipelines(recording: Recording, records: Sequence[RankRecord]) -> list[list
     return [[records[rank] for rank in group] for group in groups]
 
 
-def _advice(found: PipelineSummary) -> str:
-    """Return the sentence of the report that suggests a better split of the blocks."""
-    # With virtual stages a rank holds e.g. stages 0 and 2: bring the counts into stage order.
-    now = [count for times in found.ranks for count in times.blocks]
-    stages = [stage for times in found.ranks for stage in times.stages]
-    now = [count for _, count in sorted(zip(stages, now, strict=True))]
-    if found.split is None:
-        return "The blocks could not be timed one by one, so that no other split is suggested."
-    best = list(found.split.stage_blocks)
-    if best == now:
-        return f"No other split of the blocks is better on paper than this one, {now}."
-    return (
-        f"The slowest stage takes {_percent(found.imbalance)} more than the mean. With "
-        f"stage_blocks={best} instead of {now} the pipelined part of a step would take "
-        f"{_milliseconds(found.split.makespan)} instead of "
-        f"{_milliseconds(found.predicted_makespan)}, and the bubble would be "
-        f"{_percent(found.split.bubble)}, on paper."
-    )
-
-
 def _table(recording: Recording, records: Sequence[RankRecord], number: int, count: int) -> Table:
     found = _summarize(recording, records)
     return Table(
@@ -193,14 +174,6 @@ def _row(record: RankRecord, times: RankTimes, makespan: float) -> tuple[str, ..
         ", ".join(map(str, times.blocks)),
         *(f"{1e3 * t:.3f}" for t in (times.compute, times.exposed, times.waited)),
         f"{1e3 * times.bubble * makespan:.3f}",
-        _percent(times.bubble),
-        _percent(times.predicted),
+        as_percent(times.bubble),
+        as_percent(times.predicted),
     )
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f} %"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"

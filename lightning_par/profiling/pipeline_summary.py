@@ -14,14 +14,14 @@ for each kind of action, and free communication. The measured bubble exceeds it 
 messages, by contention for the processor, and by actions slower than the median.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from lightning_par.engine.pipeline.actions import ActionKind, Schedule, TimedAction
 from lightning_par.engine.pipeline.simulator import bubble_fraction, simulate, Simulation
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
-from lightning_par.profiling.pipeline_record import StepRecord
+from lightning_par.profiling.pipeline_record import StepRecord, TimedTransfer
 
 __all__ = ["PipelineSummary", "RankTimes", "Split", "summarize_pipeline"]
 
@@ -38,6 +38,7 @@ class RankTimes:
         blocks: Number of blocks in each of these stages.
         compute: Seconds in actions, less `exposed`.
         exposed: Seconds blocked by collectives inside actions.
+        exposed_on: Mesh axis -> the part of `exposed` that its collectives took.
         waited: Seconds blocked by receives from other stages; a part of the idle time.
         bubble: Idle fraction of the makespan.
         predicted: Idle fraction in the simulated schedule.
@@ -47,6 +48,7 @@ class RankTimes:
     blocks: tuple[int, ...]
     compute: float
     exposed: float
+    exposed_on: Mapping[str, float]
     waited: float
     bubble: float
     predicted: float
@@ -204,7 +206,9 @@ def _rank_times(
     bounds: Sequence[tuple[int, int]],
 ) -> RankTimes:
     busy = sum(event.end - event.start for event in step.actions)
-    exposed = _exposed_inside(step)
+    exposed = _exposed_inside(step, step.transfers)
+    axes = {transfer.axis for transfer in step.transfers}
+    by_axis = {a: _exposed_inside(step, [t for t in step.transfers if t.axis == a]) for a in axes}
     stages = tuple(sorted({event.action.stage for event in step.actions}))
     simulated_busy = sum(event.end - event.start for event in simulated)
     return RankTimes(
@@ -212,6 +216,7 @@ def _rank_times(
         blocks=tuple(bounds[s][1] - bounds[s][0] for s in stages),
         compute=busy - exposed,
         exposed=exposed,
+        exposed_on=by_axis,
         waited=sum(step.waits),
         # The makespan of all ranks: what a rank idles at the ends counts.
         bubble=1 - busy / makespan,
@@ -219,10 +224,10 @@ def _rank_times(
     )
 
 
-def _exposed_inside(step: StepRecord) -> float:
-    """Return the seconds for which the rank was blocked by communication inside its actions."""
+def _exposed_inside(step: StepRecord, transfers: Sequence[TimedTransfer]) -> float:
+    """Return the seconds for which these transfers blocked the rank inside its actions."""
     # Both lists are sorted by time, so one pass over them intersects all intervals.
-    waits = sorted(interval for t in step.transfers for interval in t.exposed)
+    waits = sorted(interval for t in transfers for interval in t.exposed)
     actions = sorted((event.start, event.end) for event in step.actions)
     total, index, reached = 0.0, 0, float("-inf")
     for start, end in waits:
