@@ -13,7 +13,7 @@ from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.plain_layout import plain_layout
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
-from lightning_par.planner.run_settings import apply_layout
+from lightning_par.planner.run_settings import apply_layout, without_layout
 from lightning_par.planner.search import Candidate, SearchResult
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def search(
 
     run = PlannedRun(machine, fit, as_configured=True)
     nodes, devices = run.nodes, run.devices
+    rest = without_layout(fit)
     _check_tries(try_, try_seconds, nodes)
     given = _read(machine.config)
     space = LayoutSpace(
@@ -75,7 +76,7 @@ def search(
     if try_:
         layouts = [one.layout for one in result.best[:try_]]
         trials = try_layouts(
-            given, layouts, devices=devices, accelerator=kind, arguments=fit, timeout=try_seconds
+            given, layouts, devices=devices, accelerator=kind, arguments=rest, timeout=try_seconds
         )
         chosen = result.best[_fastest(trials, try_)]
     settings = apply_layout(given, chosen.layout, nodes=nodes, devices=devices, accelerator=kind)
@@ -89,8 +90,8 @@ def search(
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
-    if fit:
-        print(f"It leaves out what the command line said; give fit the same: {shlex.join(fit)}")
+    if rest:
+        print(f"It leaves out what the command line said; give fit the same: {shlex.join(rest)}")
 
 
 def _read(config: str) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """A layout as the settings of ``lightning-par fit``."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_par.planner.shapes import Layout
 
-__all__ = ["apply_layout"]
+__all__ = ["apply_layout", "without_layout"]
 
 _RECOMPUTES = "lightning_par.callbacks.ActivationCheckpointing"
+_SET = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "strategy")
+_NAMES = *(f"trainer.{name}" for name in _SET), "data.batch_size", "data.init_args.batch_size"
+"""What `apply_layout` sets, as the command line names it."""
 
 
 def apply_layout(
@@ -60,3 +63,19 @@ def apply_layout(
     batch = layout.micro_batch * (layout.microbatches if pipelined else 1)
     data.setdefault("init_args", {})["batch_size"] = batch
     return found
+
+
+def without_layout(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of ``lightning-par fit`` that do not change what `apply_layout` sets.
+
+    Args:
+        arguments: Such as ``--trainer.strategy=hybrid3d``, which would bring its own sizes back.
+    """
+    kept, is_kept = [], True
+    for word in arguments:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0]
+            is_kept = not any(name == one or name.startswith(f"{one}.") for one in _NAMES)
+        if is_kept:
+            kept.append(word)
+    return kept

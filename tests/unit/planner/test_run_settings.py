@@ -1,6 +1,6 @@
 """A layout as settings of a run: every option that makes it, and the user's others kept."""
 
-from lightning_par.planner.run_settings import apply_layout
+from lightning_par.planner.run_settings import apply_layout, without_layout
 from lightning_par.planner.shapes import Layout
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
@@ -59,3 +59,11 @@ def test_recomputation_replaces_the_users_and_keeps_other_callbacks() -> None:
     assert found == [other, {"class_path": name, "init_args": {"mode": "selective"}}]
     none = apply_layout(user, Layout(), nodes=1, devices=1)["trainer"]["callbacks"]
     assert none == [other]
+
+
+def test_arguments_that_would_replace_the_layout_are_left_out() -> None:
+    of_layout = ["--trainer.strategy=hybrid3d", "--trainer.strategy.init_args.zero_stage", "1"]
+    of_layout += ["--trainer.devices", "4", "--data.init_args.batch_size=8", "--data.batch_size=8"]
+    others = ["--model", "gpt.yaml", "--trainer.precision=bf16-mixed", "--data.init_args.length=9"]
+    assert without_layout([*of_layout, *others]) == others
+    assert without_layout([*others, *of_layout]) == others
