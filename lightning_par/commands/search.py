@@ -56,8 +56,7 @@ def search(
         from lightning_par.commands.prediction.trial import try_layouts
 
     run = PlannedRun(machine, fit, as_configured=True)
-    nodes, devices = run.nodes, run.devices
-    rest = without_layout(fit)
+    nodes, devices, rest = run.nodes, run.devices, without_layout(fit)
     _check_tries(try_, try_seconds, nodes)
     given = _read(machine.config)
     space = LayoutSpace(

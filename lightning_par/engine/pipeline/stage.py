@@ -364,14 +364,16 @@ class _Shape(StageStub):
     def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
         super().__init__()
         params = module.parameters()
-        # Parameters as copied already, and on meta: the copy of the module takes no memory.
+        # Given to deepcopy as copied already, and on meta: the copy of the module takes no memory,
+        # and has no tensor to move, which the fake ones of a rehearsal refuse.
         memo: dict[int, Any] = {id(p): like_parameter(p, p.to("meta")) for p in params}
+        memo |= {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
         kept = (v for part in module.modules() for v in vars(part).values())
         computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
         # deepcopy refuses tensors with a graph, as weight_norm leaves them on the module.
         memo |= {id(v): v.detach().to("meta") for v in computed}
         # Into __dict__: as a child module it would be found by parameters() and state_dict().
-        self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
+        self.__dict__["_shape_only"] = copy.deepcopy(module, memo)
         self.__dict__["_fqn"], self.__dict__["_stage"] = fqn, stage
 
     @property  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch.optim import Optimizer
@@ -48,7 +49,10 @@ def gather_after_run(
         model.sharding.release()
         _gather(model, optimizers, options, processes)
     if model.forms.is_whole:
-        model.module.cpu()
+        # In a rehearsal they are fake tensors, which torch cannot put into the place of others.
+        tensors = chain(model.module.parameters(), model.module.buffers())
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            model.module.cpu()
         if processes.world_size == 1:
             # Their parameters are on the host now, so a further step needs the states there.
             move_states(optimizers, torch.device("cpu"))

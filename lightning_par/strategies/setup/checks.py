@@ -289,7 +289,9 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
     replaced = dict(module.named_parameters()) if sizes.data > 1 or sizes.tensor > 1 else {}
     hooked = [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
     plain = nn.Parameter, UninitializedParameter, DTensor
-    kinds = {n: type(p).__name__ for n, p in replaced.items() if type(p) not in plain}
+    # A rehearsal makes fake tensors, which become shards as those do that they stand for.
+    others = {n: p for n, p in replaced.items() if not hasattr(p, "fake_mode")}
+    kinds = {n: type(p).__name__ for n, p in others.items() if type(p) not in plain}
     lazy, sparse, scripted = list[str](), list[str](), list[str]()
     for name, part in module.named_modules():
         held = [*part.parameters(recurse=False)]

@@ -176,3 +176,25 @@ def test_a_small_model_of_a_user_is_rehearsed(rank):
     held = sum(p.numel() for p in PoolingEncoder().parameters())
     assert held / 5 < found.parameters < held / 2
     assert found.memory[GRADIENTS] > 0
+
+
+def make_wide_encoder(devices, observer, environment):
+    trainer = quiet_trainer(
+        accelerator="cpu",
+        devices=devices,
+        max_steps=1,
+        strategy=Hybrid3DStrategy(**({"tensor_parallel_size": 2} if devices > 1 else {})),
+        callbacks=[observer],
+        plugins=[environment],
+    )
+    return trainer, PoolingEncoder(128), labeled_tokens()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("devices", [1, 4])
+def test_parameters_made_in_the_constructor_are_fake_ones(devices):
+    """They are divided as others are; at the end of a run on one device nothing has to be moved."""
+    make_encoder = partial(make_wide_encoder, devices)
+    found = rehearse_apart(make_encoder, num_nodes=1, devices=devices, rank=0)
+    held = sum(p.numel() for p in PoolingEncoder(128).parameters())
+    assert found.parameters == held if devices == 1 else found.parameters < held / 1.5
