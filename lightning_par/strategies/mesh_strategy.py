@@ -396,7 +396,7 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         model, given = self.parallel_model, [*args, *kwargs.values()]
         if not self.start.proof.is_over:  # a steady step does not even ask
-            self.start.proof.begin(model, self.precision_plugin, given)
+            self.start.prove(model, self.precision_plugin, given)
         output, step = model.steps.training(self.precision_plugin, given)
         if output is None or not model.module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step

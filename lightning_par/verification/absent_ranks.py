@@ -26,9 +26,10 @@ from lightning_par.engine.pipeline.stage import (
     EarlierBlock,
     Message,
     MicroBatchState,
-    shape_of_block,
+    number_of_block,
     Stage,
     StageExit,
+    stands_for,
     TokenCount,
 )
 from lightning_par.engine.tensor.sequence_parallel import SEQUENCE_DIM
@@ -256,7 +257,7 @@ class _LoneExecutor(PipelineExecutor):
         found: dict[int, tuple[nn.Module, Any]] = {}
 
         def forward(stub: EarlierBlock, *args: Any, **kwargs: Any) -> Any:
-            number, block = shape_of_block(stub)
+            number, (_, block) = number_of_block(stub), stands_for(stub)
             with self._live.aside():
                 output = self._output(stage, block, args, kwargs)
                 found[number] = block, output

@@ -249,7 +249,8 @@ STEPS: dict[str, dict[str, str]] = {
     },
     "LP329": {
         "in __init__, setup or configure_model": """
-            cures_of_runs::a_parameter_that_is_replaced cures_of_runs::blocks_that_change_places
+            cures_of_runs::a_parameter_that_is_replaced cures_of_runs::a_parameter_that_is_tied
+            cures_of_runs::blocks_that_change_places
             cures_of_runs::a_block_that_is_deleted""",
         "write to a parameter in place": "cures_of_runs::values_of_another_parameter",
     },

@@ -14,9 +14,8 @@ from torch import nn, Tensor
 
 from lightning_par.engine.pipeline.stage import (
     EarlierBlock,
-    name_of_block,
-    shape_of_block,
     StageStub,
+    stands_for,
 )
 from lightning_par.errors import PlanError
 
@@ -87,7 +86,7 @@ def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) ->
         return None
     for stub in model.modules():
         if isinstance(stub, EarlierBlock):
-            _, block = shape_of_block(stub)
+            _, block = stands_for(stub)
             for name, value in vars(block).items():
                 if value is None and name in read and not name.startswith("_"):
                     return _absent(stub, name)
@@ -97,7 +96,7 @@ def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) ->
 def _absent(stub: EarlierBlock, name: str) -> PlanError:
     return PlanError(
         "LP409",
-        f"{name_of_block(stub)} is on another pipeline stage than the code that reads its "
+        f"{stands_for(stub)[0]} is on another pipeline stage than the code that reads its "
         f"{name}, which it has only after it has run. "
         f"{_OF_ATTRIBUTE.format(name)}. Or use pipeline_parallel_size=1.",
     )

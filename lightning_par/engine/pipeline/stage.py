@@ -53,9 +53,9 @@ __all__ = [
     "check_last_block",
     "earlier_block",
     "matching_modules",
-    "name_of_block",
+    "number_of_block",
     "poison",
-    "shape_of_block",
+    "stands_for",
 ]
 
 Message = dict[str, Any]
@@ -431,7 +431,7 @@ class EarlierBlock(StageStub):
         """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
-            raise called_outside(name_of_block(self))
+            raise called_outside(stands_for(self)[0])
         if not self._stage.in_backward:
             if self._number in state.called:
                 raise SecondCallError.of(self._number)
@@ -482,7 +482,6 @@ def earlier_block(
     # Not the block's own __init__, which would make parameters.
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
-    # Only what every nn.Module has: hooks and dicts.
     nn.Module.__init__(stub)
     stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
     stub.__dict__["_shape"] = _Shape(block, fqn)
@@ -490,14 +489,15 @@ def earlier_block(
     return stub
 
 
-def shape_of_block(stub: EarlierBlock) -> tuple[int, nn.Module]:
-    """Return the number of the block that a stub stands for, and the block on meta."""
-    return stub._number, stub._shape.__dict__["_shape_only"]
+def number_of_block(stub: EarlierBlock) -> int:
+    """Return the number of the block that a stub stands for."""
+    return stub._number
 
 
-def name_of_block(stub: EarlierBlock) -> str:
-    """Return the FQN of the block that a stub stands for."""
-    return str(stub._shape.__dict__["_fqn"])
+def stands_for(stub: StageStub) -> tuple[str, nn.Module]:
+    """Return the FQN of the module that a stub stands for, and this module on meta."""
+    shape = vars(vars(stub).get("_shape", stub))
+    return shape["_fqn"], shape["_shape_only"]
 
 
 class LaterBlock(_Shape):

@@ -3,7 +3,7 @@
 import inspect
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.wrapping import copy_refused
 from lightning_par.strategies.hooks.joined_results import (
     JoinedResults,
@@ -99,7 +98,6 @@ class UserHooks:
         self._on_all = set(found[0]).intersection(*found)
         self._join_results(processes.device)
         if model.mesh.sizes.pipeline > 1:
-            self._order_states()
             load = self._loader(nn.Module.load_state_dict)
             self._opened.enter_context(replaced(nn.Module, "load_state_dict", load))
         # No caller of hooks that could be surrounded calls this one of callbacks.
@@ -108,15 +106,6 @@ class UserHooks:
             caller = hook_calls[name]
             inner = getattr(*caller)
             self._opened.enter_context(replaced(*caller, partial(around, inner)))
-
-    def _order_states(self) -> None:
-        """Let state dicts list what other stages hold where one process does."""
-        for name, part in self._model.module.named_modules():
-            if isinstance(part, StageStub):
-                start, order = f"{name}.", self._model.states.order
-                names = [n.removeprefix(start) for n in order if n.startswith(start)]
-                handle = part.register_state_dict_post_hook(partial(_order, names))  # type: ignore[no-untyped-call]
-                self._opened.callback(handle.remove)
 
     def _own_hooks(self) -> Iterator[str]:
         for owner in (self._model.module, *self._trainer.callbacks):
@@ -297,7 +286,8 @@ class UserHooks:
         def load(
             part: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
         ) -> Any:
-            place, view = places.get(id(part)), self._view
+            names, view = self._reads.absent_modules.names, self._view
+            place = places.get(id(part), names.get(id(part)))
             if place is None or view is None or not view.is_on:
                 return inner(part, state_dict, strict, assign)
             # A collective follows: a rank that loads alone is told so.
@@ -398,15 +388,6 @@ class UserHooks:
                 stack.enter_context(replaced(Optimizer, name, lambda *args, made=made: made(*args)))
             self._show_whole(stack, "configure_optimizers", is_first=True)
             yield
-
-
-def _order(
-    names: Sequence[str], part: nn.Module, state: dict[str, Any], prefix: str, _: Any
-) -> None:
-    """Move the entries of a module to the end of a state dict, in the order of their names."""
-    for key in (f"{prefix}{name}" for name in names):
-        if key in state:
-            state[key] = state.pop(key)
 
 
 def _nothing() -> None:

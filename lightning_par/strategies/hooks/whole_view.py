@@ -217,6 +217,8 @@ class WholeView(TorchFunctionMode):
             made = self._handles[about.name] = self.stand_for(about, stage)
             with plain_functions():
                 made.requires_grad_(about.requires_grad)
+            if not about.is_buffer:
+                vars(made)["_is_param"] = True  # an nn.Parameter for `isinstance`
         return made
 
     def values(self, tree: Any) -> Any:

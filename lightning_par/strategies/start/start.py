@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn, Tensor
 
@@ -114,6 +115,16 @@ class RunStart:
         steps.form.look_at_padding = self._look_at_padding
         steps.looks = self
 
+    def prove(self, model: ParallelModel, plugin: Precision, args: Sequence[Any]) -> None:
+        """Note what a training step starts from, see `StepProof.begin`."""
+        self._check_structure()  # the proof gathers the parameters
+        self.proof.begin(model, plugin, args)
+
+    def _check_structure(self) -> None:
+        if self._structure is not None:
+            self._structure.check()
+            self._structure = None
+
     def before_batch(self, context: StepContext, args: Sequence[Any]) -> None:
         """Try the first training step on divided sequences, and on whole ones.
 
@@ -156,9 +167,7 @@ class RunStart:
         steps, looks, batch = self.steps, self._first_look, args[0]
         if not self._has_begun:
             self._has_begun = True
-            if self._structure is not None:
-                self._structure.check()
-                self._structure = None
+            self._check_structure()
             # Layers may be frozen in a hook of the fit: so not before the first batch.
             if not steps.batch_layout.local_statistics:
                 check_batch_statistics(steps.module, steps.mesh, count)

@@ -30,7 +30,7 @@ from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import NonFiniteError, PlanError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.hooks.whole_buffers import WholeBuffers
+from lightning_par.strategies.hooks.absent_modules import AbsentModules
 from lightning_par.strategies.step.absent_parameter import (
     About,
     absent_parameter,
@@ -124,6 +124,7 @@ class ParameterReads:
             of the user's hooks is.
         wholes: Gives parameters that are read to be differentiated.
         known: As given.
+        absent_modules: What stands for modules of other stages in hooks.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class ParameterReads:
         self._handed: dict[int, _Handed] = {}
         self._steps, self._compares = 0, True
         self._view: HookView | None = None
+        self.absent_modules = AbsentModules(module, self, known)
         if mesh.sizes.world_size == 1:
             return
         skipped = tuple(f"{name}." for name in blocks) if is_compiled else ()
@@ -181,7 +183,8 @@ class ParameterReads:
         before = self._view, self.active
         self._view, self.active = view, True
         try:
-            yield
+            with self.absent_modules.shown():
+                yield
         finally:
             self._view, self.active = before
 
@@ -190,8 +193,9 @@ class ParameterReads:
         """Surrounds what this package does inside of a hook: the module is that of this rank."""
         before = self._view, self.active
         self._view, self.active = None, False
+        pause = nullcontext() if before[0] is None else before[0].paused()
         try:
-            with nullcontext() if before[0] is None else before[0].paused():
+            with pause, self.absent_modules.shown(shown=False):
                 yield
         finally:
             self._view, self.active = before
@@ -369,19 +373,15 @@ class ParameterReads:
         prefix = f"{fqn}." if fqn else ""
         held, is_stub = module.__dict__["_parameters"], isinstance(module, StageStub)
         below = {n.removeprefix(prefix): a for n, a in self.known.items() if n.startswith(prefix)}
-        buffers = {name: about for name, about in below.items() if is_stub and about.is_buffer}
         absent = {
             name: about
             for name, about in below.items()
             if not about.is_buffer and (is_stub or ("." not in name and name not in held))
         }
-        if buffers:
-            unsaved = {n for n, about in buffers.items() if not about.is_saved}
-            module.__dict__ |= {"_buffers": WholeBuffers(self, buffers), UNSAVED_BUFFERS: unsaved}
-        if absent or held or buffers:
-            kind = _WatchedInPart if absent or buffers else _Watched
+        if absent or held:
+            kind = _WatchedInPart if absent else _Watched
             block = "" if is_stub else self._in_block(fqn)
-            module.__dict__["_parameters"] = kind(held, self, absent, block, buffers)
+            module.__dict__["_parameters"] = kind(held, self, absent, block)
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -410,10 +410,9 @@ class _Watched(dict[str, Any]):
         reads: ParameterReads,
         absent: Mapping[str, About],
         block: str,
-        buffers: Mapping[str, About],
     ) -> None:
         super().__init__(held)
-        self._reads, self._absent, self._block, self._buffers = reads, absent, block, buffers
+        self._reads, self._absent, self._block = reads, absent, block
         # As FSDP puts other tensors in these places while it has gathered them.
         self._shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
 
@@ -447,8 +446,8 @@ class _Watched(dict[str, Any]):
         if about is not None:
             return self._reads.absent(about)
         prefix = f"{name}."
-        known = {**self._absent, **(self._buffers if self._reads.in_hooks else {})}
-        parts = {n.removeprefix(prefix): a for n, a in known.items() if n.startswith(prefix)}
+        known = self._absent.items()
+        parts = {n.removeprefix(prefix): a for n, a in known if n.startswith(prefix)}
         return AbsentPart(parts, self._reads.absent) if parts else None
 
 

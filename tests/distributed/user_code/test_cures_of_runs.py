@@ -105,6 +105,20 @@ def a_parameter_that_is_replaced(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP329", r"places of net\.head\.weight.*in __init__, setup or configure_model", "pp2")
+def a_parameter_that_is_tied(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def configure_model(self) -> None:
+            if cured:
+                self.net.head.weight = self.net.emb.weight
+
+        def on_fit_start(self) -> None:
+            if not cured:
+                self.net.head.weight = self.net.emb.weight
+
+    return Module()
+
+
 @CURES.add("LP329", r"places of net\.blocks\.0.*in __init__, setup or configure_model", "pp2")
 def blocks_that_change_places(cured: bool) -> nn.Module:
     class Module(PlainModule):

@@ -292,10 +292,7 @@ def _initialized(go: Callable[[nn.Module], Iterable[nn.Parameter]]) -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(
-    equal="zero1tp2 zero3",
-    refused={"pp2": r"ranks ask for different things.*Go over module\.named_parameters\(\)"},
-)
+@CASES.add(equal="pp2 zero1tp2 zero3")
 def weights_of_each_linear_layer_are_drawn_again() -> Any:
     return _initialized(lambda net: [m.weight for m in net.modules() if isinstance(m, nn.Linear)])
 

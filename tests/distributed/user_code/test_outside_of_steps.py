@@ -58,7 +58,15 @@ def norms(named: Mapping[str, Any]) -> dict[str, Any]:
 
 def weights(module: Any) -> Any:
     state = norms(module.net.state_dict())
-    return norms(dict([*module.named_parameters(), *module.named_buffers()])), list(state), state
+    tensors = norms(dict([*module.named_parameters(), *module.named_buffers()]))
+    return tensors, list(state), state, modules(module.net)
+
+
+def modules(net: torch.nn.Module) -> Any:
+    own = [isinstance(part, torch.nn.LayerNorm) for part in net.modules()]
+    each = norms({name: part.weight for name, part in net.named_modules() if "norm" in name})
+    biases = {n: net.get_submodule(n).bias is None for n, _ in net.named_modules() if "norm" in n}
+    return [name for name, _ in net.named_modules()], own, each, biases
 
 
 def gradients(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The buffers of a block of another pipeline stage, as hooks see them."""
+"""The tensors of a module of another pipeline stage, as hooks see them."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -8,30 +8,33 @@ from typing_extensions import override
 
 from lightning_par.strategies.step.absent_parameter import About
 
-__all__ = ["WholeBuffers"]
+__all__ = ["Reads", "WholeTensors"]
 
 
-class _Reads(Protocol):
+class Reads(Protocol):
     """What knows whether a hook is at work, and stands for what other stages hold."""
 
     @property
-    def in_hooks(self) -> bool: ...
+    def in_hooks(self) -> bool:
+        """Whether a hook is at work."""
 
-    def absent(self, about: About) -> Tensor: ...
+    def absent(self, about: About) -> Tensor:
+        """Return what stands for a tensor."""
 
 
-class WholeBuffers(dict[str, Any]):
-    """The buffers of what stands for a block: none, but in hooks those of the block.
+class WholeTensors(dict[str, Any]):
+    """The parameters or buffers of what stands for a module: none, but in hooks those of it.
 
     What a hook assigns to one is what the stage that holds it computes; here nothing is kept.
 
     Args:
         reads: Knows whether a hook is at work.
-        absent: Name of a buffer below the block -> what is known of it.
+        absent: Name of a tensor of the module -> what is known of it.
+        held: What it has besides: names that are None.
     """
 
-    def __init__(self, reads: _Reads, absent: Mapping[str, About]) -> None:
-        super().__init__()
+    def __init__(self, reads: Reads, absent: Mapping[str, About], held: Mapping[str, Any]) -> None:
+        super().__init__(held)
         self._reads, self._absent = reads, absent
 
     @override

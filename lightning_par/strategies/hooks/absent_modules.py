@@ -1,0 +1,102 @@
+"""The modules of other pipeline stages, as hooks see them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_par.engine.pipeline.refusals import called_by_a_hook
+from lightning_par.engine.pipeline.stage import StageStub, stands_for
+from lightning_par.strategies.hooks.whole_tensors import Reads, WholeTensors
+from lightning_par.strategies.step.absent_parameter import About
+
+__all__ = ["AbsentModules"]
+
+
+class AbsentModules:
+    """Puts modules of the user's own classes in the place of stubs while a hook is at work.
+
+    They have the children, attributes and methods of what another stage holds, and tensors that
+    `HookView.absent` gives. So a loop over `modules()`, `get_submodule` and `isinstance` find on
+    every rank what they find on one process.
+
+    Args:
+        module: The user's LightningModule on this rank.
+        reads: Stands for the tensors.
+        known: What is known of these, by their names.
+
+    Attributes:
+        names: `id` of such a module -> its FQN.
+    """
+
+    def __init__(self, module: nn.Module, reads: Reads, known: Mapping[str, About]) -> None:
+        self._module, self._reads, self._known = module, reads, known
+        self._made: list[tuple[nn.Module, nn.Module, nn.Module]] | None = None
+        self._are_shown = False
+        self.names: dict[int, str] = {}
+
+    @contextmanager
+    def shown(self, *, shown: bool = True) -> Iterator[None]:
+        """Inside, they are in the module, or stubs are."""
+        before = self._are_shown
+        self._show(shown=shown)
+        try:
+            yield
+        finally:
+            self._show(shown=before)
+
+    def _show(self, *, shown: bool) -> None:
+        if self._are_shown == shown:
+            return
+        if self._made is None:
+            self._made = list(self._make())
+        for owner, stub, made in self._made:
+            old, new = (stub, made) if shown else (made, stub)
+            if new.training != old.training:
+                new.train(old.training)
+            # A hook may have moved it, or have put another one in its place, which is refused.
+            for name, held in owner._modules.items():
+                if held is old:
+                    owner._modules[name] = new
+        self._are_shown = shown
+
+    def _make(self) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
+        for owner in self._module.modules():
+            for child in owner._modules.values():
+                if isinstance(child, StageStub):
+                    made = self._like(*stands_for(child))
+                    # The stub says what to do instead.
+                    vars(made)["forward"] = _forward_of(child)
+                    yield owner, child, made
+
+    def _like(self, fqn: str, module: nn.Module) -> nn.Module:
+        """Return a module like one on meta; its own `__init__` would make parameters."""
+        made = module.__new__(type(module))
+        vars(made).update(vars(module))
+        prefix = f"{fqn}."
+        below = {n.removeprefix(prefix): a for n, a in self._known.items() if n.startswith(prefix)}
+        own = {name: about for name, about in below.items() if "." not in name}
+        for kind, is_buffer in (("_parameters", False), ("_buffers", True)):
+            absent = {n: about for n, about in own.items() if about.is_buffer == is_buffer}
+            none = dict.fromkeys(n for n, held in vars(module)[kind].items() if held is None)
+            vars(made)[kind] = WholeTensors(self._reads, absent, none)
+        children = module._modules.items()
+        vars(made)["_modules"] = {
+            name: None if child is None else self._like(f"{prefix}{name}", child)
+            for name, child in children
+        }
+        vars(made)["forward"] = _refused(fqn)
+        self.names[id(made)] = fqn
+        return made
+
+
+def _forward_of(stub: nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: stub(*args, **kwargs)
+
+
+def _refused(fqn: str) -> Callable[..., Any]:
+    def forward(*_: Any, **__: Any) -> Any:
+        raise called_by_a_hook(fqn)
+
+    return forward
