@@ -165,9 +165,9 @@ def _divisors(number: int) -> str:
 
 
 _PLANNED = (
-    "auto_parallel chooses the sizes from the model, when the Trainer's fit sets it up; before, "
-    "they are not known. lightning-par search --samples N prints the sizes of layouts for N "
-    "samples a step, and Hybrid3DStrategy takes them."
+    "auto_parallel chooses the sizes when trainer.fit sets up the model; before that they are not "
+    "known. Run lightning-par search --samples N, which prints the sizes of layouts for N samples "
+    "a step, and pass them to Hybrid3DStrategy."
 )
 
 

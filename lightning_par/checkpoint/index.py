@@ -310,7 +310,9 @@ class Manifest:
             if value.pop("kind") != _KIND or int(value.pop("format")) > FORMAT:
                 raise CheckpointError(
                     "LP503",
-                    f"{where} says that a newer version wrote it; this one reads format {FORMAT}.",
+                    f"{where} says that a newer version wrote it; this version of lightning_par "
+                    "reads "
+                    f"format {FORMAT}. Install a newer lightning_par.",
                 )
             files = {
                 str(name): FileRecord(int(record["length"]), str(record["crc32"]))
@@ -345,7 +347,10 @@ class Manifest:
             data = (folder / MANIFEST).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
-                "LP501", f"{folder} is not a complete checkpoint: it has no {MANIFEST}."
+                "LP501",
+                f"{folder} is not a complete checkpoint: it has no {MANIFEST}, the file that a "
+                "save writes last. Give the path of a complete checkpoint; lightning-par inspect "
+                "PATH checks one.",
             ) from None
         manifest, _ = cls.decode(data, f"{folder}: {MANIFEST}")
         # A manifest from elsewhere must not make us read (or compare) "../../etc/passwd".

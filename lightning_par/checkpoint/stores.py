@@ -276,7 +276,11 @@ class _MappedFile(TensorFiles):
         while length:
             count = os.preadv(self._descriptor, [self._block[:length]], place)
             if not count:
-                raise CheckpointError("LP502", f"{self._path} is shorter than its manifest says.")
+                raise CheckpointError(
+                    "LP502",
+                    f"{self._path} is shorter than its manifest says, so it is damaged. Use an "
+                    "earlier checkpoint.",
+                )
             place, length = place + count, length - count
             yield self._block[:count]
 

@@ -75,8 +75,8 @@ class ConfiguredRun(ParallelCLI):
             return strategy
         raise ConfigurationError(
             "LP903",
-            f"trainer.strategy is a {type(strategy).__name__}, which places whole models; name one "
-            "of this package, such as --trainer.strategy=hybrid3d.",
+            f"trainer.strategy is a {type(strategy).__name__}, but this command needs a "
+            "strategy of lightning_par. Pass one, such as --trainer.strategy=hybrid3d.",
         )
 
     @property

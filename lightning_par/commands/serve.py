@@ -51,7 +51,11 @@ def serve(
             tls.load_cert_chain(certificate, certificate_key)
         server = IslandServer(host, port, key, state=Path(state) if state else None, tls=tls)
     except OSError as error:
-        raise ConfigurationError("LP709", f"cannot serve on {host}:{port}: {error}") from error
+        raise ConfigurationError(
+            "LP709",
+            f"cannot serve on {host}:{port}: {error}. Pass another --port, or a --host of this "
+            "machine.",
+        ) from error
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     print(f"serving on {host}:{server.port}", flush=True)

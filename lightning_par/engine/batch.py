@@ -250,7 +250,7 @@ def batch_size(batch: Any) -> int:
     """
     size = find_batch_dims(batch, BatchLayout()).size
     if size is None:
-        raise ConfigurationError("LP301", "the batch holds nothing with a batch dim.")
+        raise ConfigurationError("LP301", "the batch holds nothing with a batch dim: no tensor.")
     return size
 
 

@@ -168,8 +168,9 @@ def trace_shape(
     if plan.experts:
         raise ConfigurationError(
             "LP907",
-            f"{name} routes tokens to experts, whose work no trace tells: give it a `config` with "
-            "the sizes, such as MixtralConfig",
+            f"{name} routes tokens to experts, and a trace cannot tell how much each expert "
+            "computes. Give the model an attribute `config` with its sizes, such as "
+            "MixtralConfig",
         )
     resolved = resolve_plan(model, plan)
     recorder, samples, reason = None, 1, "nothing says what its forward takes"

@@ -161,7 +161,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError("LP908", f"the profile {path} cannot be read: {error}") from error
+        raise ConfigurationError(
+            "LP908",
+            f"the profile {path} cannot be read: {error}. Make one with "
+            "`lightning-par calibrate --out FILE`.",
+        ) from error
     found = content.get("devices") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise ConfigurationError(

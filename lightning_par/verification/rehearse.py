@@ -291,7 +291,9 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         )
     if dist.is_initialized():
         raise ConfigurationError(
-            "LP914", "a rehearsal makes a process group of its own; there is one."
+            "LP914",
+            "a rehearsal makes its own process group, but in this process there is one. Call "
+            "rehearse_apart(...), which uses a new process.",
         )
     began, live = time.process_time(), WeightlessTensors()
     observer = StepObserver(live)

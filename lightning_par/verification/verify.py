@@ -146,7 +146,11 @@ def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
             number of replicas.
     """
     if not batches:
-        raise ConfigurationError("LP802", "verify needs a batch for every step, but got none.")
+        raise ConfigurationError(
+            "LP802",
+            "verify needs a batch for every step, but the data loader returned none. Give the "
+            "data set more samples, or use a smaller batch_size.",
+        )
     for number, batch in enumerate(batches):
         size = batch_size(batch)
         if size % sizes.data:

@@ -40,12 +40,17 @@ def lacks_code(node: ast.AST) -> bool:
 
 
 def pattern_of(node: ast.AST) -> tuple[str, str] | None:
-    """Return a text as a pattern in which a value is any text, and its longest fixed part."""
+    """Return a text as a pattern in which a value is any text, and its longest fixed part.
+
+    Line breaks are blanks, as in the catalogue.
+    """
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    fixed = [p.value for p in parts if isinstance(p, ast.Constant) and type(p.value) is str]
+    texts = [p.value if isinstance(p, ast.Constant) else None for p in parts]
+    texts = [re.sub(r"\s+", " ", t) if type(t) is str else t for t in texts]
+    fixed = [t for t in texts if type(t) is str]
     if sum(map(len, fixed)) < LEAST:
         return None
-    pattern = (re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".*" for p in parts)
+    pattern = (".*" if t is None else re.escape(str(t)) for t in texts)
     return "".join(pattern), max(fixed, key=len)
 
 

@@ -76,8 +76,9 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     if mixes:
         raise ConfigurationError(
             "LP306",
-            f"{_caller()} mixes tokens with {name}, which on divided sequences would see the {t} "
-            f"tokens of one rank only. {_CURE}",
+            f"{_caller()} mixes tokens with {name}, but under context parallelism it would get "
+            f"only the {t} "
+            f"tokens of one rank. {_CURE}",
         )
 
 

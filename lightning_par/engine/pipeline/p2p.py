@@ -292,8 +292,10 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
     if known.specs != header.specs and kinds[0] == kinds[1]:
         raise PipelineError(
             "LP405",
-            "whether what a stage hands on needs a gradient changed: parameters were frozen or "
-            "unfrozen after the first step. Under a pipeline, do that before the fit.",
+            "the output of a pipeline stage needed a gradient in an earlier step and needs none "
+            "now, "
+            "or the other way round: parameters were frozen or unfrozen after the first step. "
+            "Under a pipeline, do that before the fit.",
         )
     if known.specs != header.specs:
         raise PipelineError(

@@ -104,7 +104,7 @@ def _absent(stub: EarlierBlock, name: str) -> PlanError:
 
 def _text(fqn: str, owner: str, name: str) -> str:
     if name.startswith(_HOOK):
-        what = f"a forward hook of {owner} keeps what it sees in a list or dict"
+        what = f"a forward hook of {owner} stores values in a list or dict"
         cure = (
             "Name the hooked module, as seen from the block, in ParallelPlan(captured={name: entry "
             "of its output}) if it is inside the block, or let the block return the value"
@@ -114,8 +114,8 @@ def _text(fqn: str, owner: str, name: str) -> str:
         what += f".{name}"
         cure = f"{_OF_ATTRIBUTE.format(name)}; detach what nobody differentiates"
     return (
-        f"{what}. Under a pipeline other blocks run on other stages, and code that reads this "
-        f"would miss theirs. {cure}. Or use pipeline_parallel_size=1."
+        f"{what}. Under a pipeline other blocks run on other stages, so code that reads it would "
+        f"miss their values. {cure}. Or use pipeline_parallel_size=1."
     )
 
 

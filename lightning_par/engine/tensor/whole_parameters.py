@@ -134,9 +134,11 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
             return None  # an error of the user's own code, which met no shard
         return PlanError(
             "LP208",
-            f"{where} met weights that are shards of the replicas: {error} They are gathered "
-            "when their block is called, as in block(x), and neither by block.forward(x) nor "
-            "by code outside of it. Call the block, or use zero_stage=0.",
+            f"{where} computes with weights that are still sharded over the replicas: "
+            f"{error}\nWhy: "
+            "ZeRO gathers the weights of a block when the block is called as block(x), but not for "
+            "block.forward(x) or for code outside of the block.\nWhat to write: call the block as "
+            "block(x), or use zero_stage=0.",
         )
     said = str(error).strip().rstrip(".")
     cures = [cure for sign, cure in _CURES.items() if sign in said]

@@ -160,8 +160,8 @@ class ResumableLoader(DataLoader[_T_co]):
             raise ConfigurationError(
                 "LP512",
                 f"the checkpoint has seen {seen} samples of its epoch, which "
-                f"{sampler.num_replicas} replicas cannot share; resume from a checkpoint at the "
-                "end of an epoch.",
+                f"{sampler.num_replicas} replicas cannot divide equally. Resume from a checkpoint "
+                "at the end of an epoch, or with a number of replicas that divides it.",
             )
         if state["global_batch_size"] != self._global_batch:
             _log.warning(

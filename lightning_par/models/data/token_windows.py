@@ -102,7 +102,11 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigurationError("LP910", f"paths: token file {str(path)!r} does not exist.")
+        raise ConfigurationError(
+            "LP910",
+            f"paths: token file {str(path)!r} does not exist. Make it with `lightning-par "
+            "tokenize TEXT --out FILE`.",
+        )
     beside = path.with_suffix(".json")
     described = json.loads(beside.read_text()) if beside.is_file() else {}
     dtype = np.dtype(described.get("dtype", "uint16")).newbyteorder("<")

@@ -52,8 +52,9 @@ def share_joint_batch(
         raise ConfigurationError(
             "LP326",
             f"a step takes batches of {len(shares)} data loaders, of which one cannot be divided "
-            f"equally among {replicas} replicas, and they cannot be joined: {error}. Give these "
-            "loaders drop_last=True, or let them pad all samples to one length.",
+            f"equally among {replicas} replicas, and the batches of the replicas cannot be joined "
+            f"instead: {error}. Pass drop_last=True to these loaders, or let them pad all samples "
+            "to one length.",
         ) from error
     is_first = mesh.data_rank == 0
     share = Share(smallest=0, fills=not is_first, is_even=False, is_whole=True)

@@ -223,11 +223,12 @@ class ReplicaLoaders:
             if int(ends[0]) != -int(ends[1]):
                 raise ConfigurationError(
                     "LP324",
-                    f"the sampler of the data loader gives each of {self._mesh.sizes.data} "
-                    "replicas another order of samples, so that some would be seen several times "
-                    "and others never. If it divides the samples by itself, pass "
-                    "Trainer(use_distributed_sampler=False); else let it draw from a generator "
-                    "that has the same seed on every rank.",
+                    "the sampler of the data loader returns a different order of samples on each "
+                    "of "
+                    f"{self._mesh.sizes.data} replicas, so some samples would be used several "
+                    "times and others never. If the sampler divides the samples itself, pass "
+                    "Trainer(use_distributed_sampler=False). Otherwise let it draw from a "
+                    "generator that has the same seed on every rank.",
                 )
         return share
 

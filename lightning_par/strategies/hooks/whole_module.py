@@ -213,9 +213,9 @@ def _check_writes(everywhere: list[tuple[bool, dict[str, tuple[str, int]]]]) -> 
     if differ:
         raise ConfigurationError(
             "LP420",
-            f"whole(){user_line()} is left with other values on each rank, in {len(differ)} "
-            f"tensors, the first of which is {differ[0]}. Write the same on every rank; or let "
-            "rank 0 write alone, whose values all ranks take over: whole(on='rank 0').",
+            f"whole(){user_line()} is left with different values on each rank, in {len(differ)} "
+            f"tensors, the first of which is {differ[0]}. Write the same values on every rank, or "
+            "write on rank 0 only and let the other ranks copy them: whole(on='rank 0').",
         )
 
 

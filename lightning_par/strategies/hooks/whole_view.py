@@ -301,8 +301,7 @@ class WholeView(TorchFunctionMode):
         said = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
         raise ConfigurationError(
             "LP415",
-            f"{self._hook}: ranks ask for different things ({said}), for which they communicate. "
-            f"{_CURE}",
+            f"{self._hook}: ranks make different calls that communicate ({said}). {_CURE}",
         )
 
     def _gradient(self, parameter: Tensor) -> Any:

@@ -59,9 +59,9 @@ def explain_copy(error: BaseException, copy: tuple[str, str]) -> ConfigurationEr
     return ConfigurationError(
         "LP412",
         f"a hook that runs after the step raised {type(error).__name__}: {error}\n"
-        f"Each rank of a pipeline holds the parameters of its own stage: code that goes through "
-        f"{one!r} and its copy {other!r} side by side, such as an average of weights that the "
-        "module keeps, does not find the same parameters in both. Use Lightning's "
-        "EMAWeightAveraging or WeightAveraging, which averages the parts of every rank, or "
+        f"Why: the hook goes through {one!r} and its copy {other!r} in parallel, for example to "
+        "average weights, but each rank of a pipeline holds only the parameters of its own stage, "
+        "so the two do not have the same names.\nWhat to write: use Lightning's callback "
+        "EMAWeightAveraging or WeightAveraging, which works on every rank, or use "
         "pipeline_parallel_size=1.",
     )

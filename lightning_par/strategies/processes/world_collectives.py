@@ -149,17 +149,17 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
         return
     where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     ranks = sizes.world_size // sizes.data
-    why = f"{ranks} of which hold the same samples, which would then be counted {ranks} times"
+    why = f"{ranks} of which have the same samples, so each sample would count {ranks} times"
     if in_stage:
-        why = "of which only those of the last pipeline stage get behind the blocks"
+        why = "but only those of the last pipeline stage run code after the blocks"
     raise ConfigurationError(
         "LP321",
         f"{frame.f_code.co_name} ({where}) calls torch.distributed.{name} without a group: on "
-        f"{sizes} it goes over all {sizes.world_size} ranks, {why}. Use self.all_gather(tensor), "
-        "or self.trainer.strategy.reduce(tensor, reduce_op='sum'), which go over the "
+        f"{sizes} it runs over all {sizes.world_size} ranks, {why}. Use self.all_gather(tensor), "
+        "or self.trainer.strategy.reduce(tensor, reduce_op='sum'), which run over the "
         f"{sizes.data} replicas, and divide by self.trainer.strategy.mesh.sizes.data; or pass "
-        "group=self.trainer.strategy.mesh.data_group. What is meant for all ranks needs a group "
-        "of its own: torch.distributed.new_group().",
+        "group=self.trainer.strategy.mesh.data_group. If you mean all ranks, pass a group of "
+        "your own: torch.distributed.new_group().",
     )
 
 

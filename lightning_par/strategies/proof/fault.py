@@ -35,8 +35,8 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 __all__ = ["find_fault", "passing_fault"]
 
 _END = (
-    "Go on from the last checkpoint without that device. The run ends after this step, and nothing "
-    "of it was saved. verify=False compares nothing."
+    "The run ends after this step, and nothing of it was saved. Resume from the last checkpoint "
+    "without that device. verify=False turns the comparison off."
 )
 
 
@@ -107,8 +107,9 @@ def passing_fault(judge: Judge) -> str:
         judge: What has compared it.
     """
     return (
-        f"{_differed(judge)} Taken again from the same weights, it is equal: a device has computed "
-        f"something else once, and which one cannot be told. {_END}"
+        f"{_differed(judge)} Repeated from the same weights, the step is equal: a device made an "
+        "error "
+        f"once, and which device cannot be told. {_END}"
     )
 
 
@@ -181,8 +182,9 @@ def _judge_both(
     hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in names))
     said = f"one of the ranks {', '.join(map(str, names))}" if names[1:] else f"rank {names[0]}"
     text = (
-        f"{_differed(judge)} Taken again from the same weights it is equal: a device has computed "
-        f"something else once, that of {said} (host {hosts}), as {why}. {_END}"
+        f"{_differed(judge)} Repeated from the same weights, the step is equal: a device made an "
+        "error "
+        f"once, the device of {said} (host {hosts}), as {why}. {_END}"
     )
     return text, True
 

@@ -259,9 +259,10 @@ def _check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
     if options.zero_stage != 3 or sizes.data_shard == 1 or sizes.expert > 1:
         raise ConfigurationError(
             "LP605",
-            f"offload_parameters=True with zero_stage={options.zero_stage} on {sizes}: what "
-            "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
-            "more replicas that shard, and undivided experts; or offload_parameters=False.",
+            f"offload_parameters=True with zero_stage={options.zero_stage} on {sizes} "
+            "is not supported: it needs weights that ZeRO stage 3 shards over 2 or more replicas. "
+            "Use zero_stage=3, data_parallel_size=2 or more, and expert_parallel_size=1; or use "
+            "offload_parameters=False.",
         )
 
 
@@ -339,8 +340,8 @@ def _check_entries(module: nn.Module, sizes: ParallelSizes) -> None:
     if empty:
         raise ConfigurationError(
             "LP915",
-            f"data_parallel_size={sizes.data}: {', '.join(empty)} has no entries, and nothing to "
-            "train. Call requires_grad_(False) on it.",
+            f"data_parallel_size={sizes.data}: {', '.join(empty)} has no entries (0 elements), "
+            "so it cannot be sharded. Call requires_grad_(False) on it, or remove it.",
         )
 
 

@@ -291,6 +291,7 @@ def _check_parameters(
     if 0 in held.tolist():
         raise ConfigurationError(
             "LP413",
-            "configure_optimizers gave an optimizer without parameters: no pipeline stage holds "
-            "one that it was given. Give it parameters of the module.",
+            "configure_optimizers returned an optimizer without parameters: no pipeline stage "
+            "holds "
+            "any of its parameters. Give it parameters of the module, such as self.parameters().",
         )

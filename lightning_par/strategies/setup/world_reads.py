@@ -58,8 +58,8 @@ def check_world_reads(make: Callable[[pl.Trainer], None], trainer: pl.Trainer) -
     raise ConfigurationError(
         "LP416",
         f"configure_optimizers computes {name}={value} from the number of processes "
-        f"({places[0]}); on one process it is {one}, so that the run would train otherwise "
-        "than one process with the same global batch. Write the number that you want, or take "
+        f"({places[0]}); on one process it is {one}, so the result would differ from "
+        "one process with the same global batch. Write the number itself, or take "
         f"it from a hyperparameter of the module: {name}={one} is that of one process.",
     )
 

@@ -106,10 +106,10 @@ def check_tensor_ranks(
     if bool(((most - least) > tolerance * most.abs().clamp(min=1e-30)).any()):
         raise ConfigurationError(
             "LP310",
-            f"{type(module).__name__}.training_step gives other losses on the {degree} "
-            f"tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same samples): it "
-            "computes with activations of which every rank has its own tokens or features. Use "
-            "sequence_parallel=False, or give the module whose output the loss takes a style that "
-            "makes it whole ('sequence_gather_output', 'colwise_gather_output'). No weight was "
-            "changed.",
+            f"{type(module).__name__}.training_step computes different losses on the {degree} "
+            f"tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same samples). No "
+            "weight was changed.\nWhy: the loss uses an activation that is sharded, so each rank "
+            "computes it from its own tokens or features.\nWhat to write: use "
+            "sequence_parallel=False, or give the module whose output enters the loss a style that "
+            "gathers it ('sequence_gather_output' or 'colwise_gather_output').",
         )

@@ -99,12 +99,12 @@ class PaddingLook:
         elif known > self._tolerance():
             raise ConfigurationError(
                 "LP327",
-                f"{name}.training_step: the batches of replicas have other lengths, as each is "
-                "padded to its own longest row, and padding weighs in the loss: with fewer columns "
-                f"of padding it changes by {float(known):.2g} of itself. One process would pad the "
-                "rows of all replicas alike. Leave padding out of the loss (ignore_index, or a "
-                "mask by whose sum it is divided), or pad all batches to one length in the "
-                "collate_fn, or use data_parallel_size=1. Nothing of this step was kept.",
+                f"{name}.training_step: the batches of the replicas have different lengths, as "
+                "each is padded to its own longest row, and padding weighs in the loss: with fewer "
+                f"columns of padding the loss changes by a fraction of {float(known):.2g}. One "
+                "process would pad all rows to one length. Leave padding out of the loss "
+                "(ignore_index, or a mask by whose sum it is divided), or pad all batches to one "
+                "length in the collate_fn, or use data_parallel_size=1. No weight was changed.",
             )
 
 

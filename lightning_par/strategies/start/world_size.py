@@ -102,8 +102,8 @@ def _look(
     elif text:
         raise ConfigurationError(
             code,
-            f"{step} computes {text}. Ranks of one replica have the same samples, so that the run "
-            "would train or log otherwise than one process with the same global batch. "
+            f"{step} computes {text}. Ranks of one replica have the same samples, so the result "
+            "would differ from one process with the same global batch. "
             f"{_CURES[code]} No weight was changed.",
         )
     return found

@@ -86,8 +86,8 @@ def refuse_parts(layers: list[str], replicas: int, microbatches: int) -> None:
         cures.append("pass sync_batchnorm=True to the Trainer, which takes the statistics of all")
     raise ConfigurationError(
         "LP312",
-        f"BatchNorm {layers[0]!r}{more} normalizes over the batch, of which each of {seen} has a "
-        "part, so that it would train something else than one process. To be equal, "
+        f"BatchNorm {layers[0]!r}{more} normalizes over the batch, but each of {seen} has only a "
+        "part of it, so the result would differ from one process. To be equal, "
         f"{' and '.join(cures)}; or normalize by GroupNorm or LayerNorm; or freeze the layer by "
         "eval(). To accept statistics of a part, as DDP does, declare "
         "ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was changed.",

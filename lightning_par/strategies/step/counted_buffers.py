@@ -201,7 +201,7 @@ class CountedBuffers:
             "LP325",
             f"training_step changes the buffer {names[0]}{more} from its samples. No weight was "
             f"changed.\nWhy: on {self._mesh.sizes} each {part} does so from its own samples or "
-            "tokens, and how they join is not known, so that it would not be that of one process."
+            "tokens, and their values cannot be combined into that of one process."
             "\nWhat to write:\n  - Add up in it what samples give (self.total += x.sum(); "
             "self.count += len(x)), which is summed over all of them, and divide in "
             f"on_train_batch_end; {cure}tokens that tensor parallelism divides are whole with "

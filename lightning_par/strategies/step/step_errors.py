@@ -81,8 +81,9 @@ def _explain_inner_gradients(error: Exception) -> ConfigurationError | None:
         return None
     return ConfigurationError(
         "LP411",
-        f"training_step asks for gradients by itself (torch.autograd.grad or backward), which do "
-        f"not pass the stages of a pipeline: {error} Use pipeline_parallel_size=1.",
+        "training_step asks for gradients by itself (torch.autograd.grad or backward). Under a "
+        "pipeline its graph ends at the border of a stage, so these gradients do not reach the "
+        f"other stages: {error} Use pipeline_parallel_size=1.",
     )
 
 

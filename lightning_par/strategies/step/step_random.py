@@ -217,8 +217,9 @@ class StepRandom:
     def _complain(self) -> None:
         """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
         text = (
-            f"{self._name} drew random numbers, but drew none when the run began, so that they "
-            "{} those of one process. Let it draw from the first step on."
+            f"{self._name} drew random numbers, but drew none in the first step, so they {{}} "
+            "those "
+            "of one process. Let it draw random numbers from the first step on."
         )
         if self._name == "training_step":
             raise ConfigurationError("LP311", text.format("would not be"))

@@ -160,9 +160,9 @@ def _error(layout: str, fault: str, at: int = 1, **options: Any) -> str:
 def test_what_does_not_come_again_is_a_device(layout: str, fault: str, named: str) -> None:
     text = _error(layout, fault)
     assert f"Step {_STEP} on" in text
-    assert "Taken again from the same weights it is equal" in text
+    assert "Repeated from the same weights, the step is equal" in text
     assert named in text
-    assert "Go on from the last checkpoint without that device" in text
+    assert "Resume from the last checkpoint without that device" in text
     assert "LP807" in text
 
 

@@ -138,7 +138,7 @@ def blocks_called_by_the_name_of_their_forward(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP310",
-    "other losses on the 2 tensor-parallel ranks.*'sequence_gather_output'",
+    "(?s)different losses on the 2 tensor-parallel ranks.*'sequence_gather_output'",
     "tp2",
     styles={"net.norm": "sequence_gather_output"},
 )

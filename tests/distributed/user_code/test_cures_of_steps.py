@@ -64,7 +64,7 @@ def each_layer_clipped(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP415", r"ranks ask .*Run a forward on every rank, outside of `if trainer\.is_global_")
+@CURES.add("LP415", r"ranks make .*Run a forward on every rank, outside of `if trainer\.is_global_")
 def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -76,7 +76,7 @@ def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP415", r"ranks ask .*give it arrays that every rank has made before: p\.detach\(\)")
+@CURES.add("LP415", r"ranks make .*give it arrays that every rank has made before: p\.detach\(\)")
 def arrays_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -296,7 +296,7 @@ def _by_rank_on(rank: int, world: int, *args: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["divides", "other seed"])
 def test_samplers_that_differ_are_refused_with_a_cure_that_works(kind: str) -> None:
-    with pytest.raises(RankError, match=r"each of 2 replicas another order.*LP324"):
+    with pytest.raises(RankError, match=r"order of samples on each of 2 replicas.*LP324"):
         run_ranks(_by_rank_on, 2, "zero0", kind, True, timeout=60)
     cured = ("zero0", kind, False) if kind == "divides" else ("zero0", "same seed", True)
     (wanted,) = run_ranks(_by_rank_on, 1, None, cured[1], True, timeout=60)

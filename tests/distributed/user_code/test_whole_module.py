@@ -162,7 +162,7 @@ def in_every_hook() -> Any:
 
 
 @CASES.add(
-    refused={EVERY: r"is left with other values on each rank, in 1 .*net\.head\.weight.*LP420"}
+    refused={EVERY: r"is left with different values on each rank, in 1 .*net\.head\.weight.*LP420"}
 )
 def other_values_on_each_rank() -> Any:
     def write(module: Any) -> None:

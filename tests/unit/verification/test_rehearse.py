@@ -146,7 +146,7 @@ def beside_a_group():
 def test_a_process_group_is_refused():
     """What follows rehearses in a process without one, as the refusal advises."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert "there is one. [lightning-par explain LP914]" in pool.apply(beside_a_group)
+        assert "there is one. Call rehearse_apart(...)" in pool.apply(beside_a_group)
 
 
 @pytest.mark.parametrize("sizes", [CUBE, {**CUBE, "num_microbatches": 7}], ids=["ran", "refused"])

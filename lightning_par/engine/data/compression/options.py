@@ -98,10 +98,10 @@ def read_compression(
     if zero_stage != 0:
         raise ConfigurationError(
             "LP609",
-            f"gradient_compression={chosen.method!r} with zero_stage={zero_stage}: what is "
-            "compressed is the sum of whole gradients over the replicas, and stages 1 to 3 shard "
-            "them. Use zero_stage=0, with an optimizer on the host "
-            "Hybrid3DStrategy(zero_stage=0, offload_options={}).",
+            f"gradient_compression={chosen.method!r} with zero_stage={zero_stage} "
+            "is not supported: compression needs whole gradients on every replica, and ZeRO stages "
+            "1 to 3 shard them. Use zero_stage=0; to keep the optimizer in CPU memory as well, "
+            "use Hybrid3DStrategy(zero_stage=0, offload_options={}).",
         )
     return chosen
 

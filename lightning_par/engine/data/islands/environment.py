@@ -30,7 +30,9 @@ def read_key(file: str | Path | None, variable: str | None) -> bytes:
         key = Path(file).read_bytes().strip() if file is not None else (variable or "").encode()
     except OSError as error:
         raise ConfigurationError(
-            "LP704", f"the key of the islands cannot be read: {error}."
+            "LP704",
+            f"the key of the islands cannot be read: {error}. Make one with "
+            "`openssl rand -hex 32 > FILE`, for the server and all islands.",
         ) from error
     if len(key) < _SHORTEST:
         raise ConfigurationError(
