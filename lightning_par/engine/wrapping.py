@@ -23,8 +23,8 @@ def copy_refused() -> ConfigurationError:
     """Return the error of code that copies or pickles a module on a mesh."""
     return ConfigurationError(
         "LP328",
-        "copy.deepcopy or a pickle of a module on a mesh: the forward of the copy would be that of "
-        "the module, with its weights as they are trained. Copy it before the mesh takes it over, "
+        "copy.deepcopy or a pickle of a module on a mesh is not possible: the forward of the copy "
+        "would compute with the weights of the original. Copy it before the mesh takes it over, "
         "as in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy in an "
         "attribute of the LightningModule; or copy its weights alone, {name: w.detach().clone() "
         "for name, w in self.net.named_parameters()}. In place of torch.save(self.net, path) write "

@@ -119,7 +119,8 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
         return Cut(refusal=f"{fqn}: {reason}. So nothing says where the model can be cut.")
     return Cut(
         refusal=f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential), "
-        "so nothing says where it can be cut."
+        "so it cannot be cut into stages. Put its blocks into one list that its forward calls in "
+        "order."
     )
 
 

@@ -95,8 +95,8 @@ class MeshOptions:
         if self.outer is not None and self.offload_options is not None:
             raise ConfigurationError(
                 "LP706",
-                "outer= with offload_options=: the optimizer on the host keeps weights of its own, "
-                "which an exchange does not change. Use one of the two.",
+                "outer= with offload_options=: the offloaded optimizer has its own copy of the "
+                "weights, which an exchange between islands would not change. Use one of the two.",
             )
         read["checkpoint_format"] = self._read_checkpoint_format()
         raise_problems(

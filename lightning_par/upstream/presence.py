@@ -48,8 +48,9 @@ class names_of:  # noqa: N801  # reads as a statement: with names_of("torch"):
             raise UpstreamError(
                 "LP803",
                 f"a private name that lightning_par uses is missing from {self.package} "
-                f"{_installed(self.package)}: {error}. It was seen on {self.package} "
-                f"{SEEN[self.package]}; install one of these, or a newer lightning_par.",
+                f"{_installed(self.package)}: {error}. lightning_par was tested "
+                f"with {self.package} {SEEN[self.package]}. Install such a version, or a newer "
+                "lightning_par.",
             ) from error
 
 

@@ -259,7 +259,8 @@ class _Walk:
         if not blocked:
             return []
         circle = "; ".join(blocked)
-        return [f"{self._schedule.name}: deadlock, {circle}. Put what is waited for earlier."]
+        cure = "Move the actions that are waited for to an earlier place."
+        return [f"{self._schedule.name}: deadlock, {circle}. {cure}"]
 
     def _step(self, rank: int) -> bool:
         """Run the next action of `rank`, if it has its inputs; return whether it had."""

@@ -161,7 +161,9 @@ class StateMap:
         found = list(dict.fromkeys(p for some in everywhere for p in some))
         if found:
             raise CheckpointError(
-                "LP506", f"the checkpoint does not fit the model: {'; '.join(found)}."
+                "LP506",
+                f"the checkpoint does not fit the model: {'; '.join(found)}. Build the model that "
+                "was saved, or set strict_loading = False in the module to load what fits.",
             )
 
     def _given_entries(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

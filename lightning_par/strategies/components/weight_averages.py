@@ -182,8 +182,9 @@ def _settle(model: ParallelModel) -> None:
     if model.forms.is_whole:
         raise ConfigurationError(
             "LP611",
-            "this callback holds the average of an earlier run on a mesh, in parts. Use a new "
-            "callback, or the same Trainer again.",
+            "this callback still holds the sharded average of an earlier run. Use a new callback, "
+            "or "
+            "the same Trainer again.",
         )
     model.sharding.release()
 

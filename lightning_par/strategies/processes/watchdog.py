@@ -273,9 +273,10 @@ class RankWatch:
                 "LP713",
                 f"the ranks wait for each other in different places: {_few(waits)}. What runs on "
                 "some ranks only (under `if trainer.is_global_zero`, or after a decision that "
-                "each rank makes by itself) must not communicate. Call on every rank what does: a "
-                "forward of the model, save_checkpoint, all_gather, log(..., sync_dist=True); and "
-                "only print or write on one. Make a decision, such as should_stop, on every rank: "
+                "each rank makes by itself) must not communicate. Call on every rank: a forward "
+                "of the model, save_checkpoint, all_gather, log(..., sync_dist=True). Only print "
+                "or "
+                "write on one rank. Make a decision, such as should_stop, on every rank: "
                 "trainer.strategy.broadcast(value), or reduce_boolean_decision(value, all=False).",
             )
             _logger.critical("%s", told)

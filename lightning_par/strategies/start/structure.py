@@ -55,8 +55,9 @@ class Structure:
         if changed:
             raise ConfigurationError(
                 "LP329",
-                f"a hook has put others in the places of {', '.join(changed[:4])}, or nothing, and "
-                "the mesh computes with the modules that it took over. Change modules before that, "
+                f"a hook has replaced or deleted {', '.join(changed[:4])}, but the mesh has "
+                "already "
+                "sharded the modules and computes with the old ones. Change modules before that, "
                 "in __init__, setup or configure_model; or write to a parameter in place, "
                 "self.net.head.weight.data.copy_(values).",
             )

@@ -29,9 +29,9 @@ _CURES = {
     "LP416": "Leave the number of processes out: losses and means are those of the global batch "
     "already; or count the replicas, which are 1 on one process, by "
     "self.all_gather(torch.ones(1, device=self.device)).numel().",
-    "LP419": "Leave the rank out of what is computed: one process computes the same for all "
-    "samples, random numbers are divided among the ranks already, and what rank 0 alone does may "
-    "write, but not change a loss.",
+    "LP419": "Leave the rank out of the computation: one process computes the same for all "
+    "samples, and random numbers already differ among the ranks. Code that runs on rank 0 only may "
+    "write files, but not change a loss.",
 }
 
 
@@ -147,8 +147,9 @@ def _of_rank(
     losses = [pair for pair in _seen(here) if pair[0] == _LOSS]
     for name, value, counted in _differing(losses, _seen(other), again):
         return (
-            f"{name}={value:.6g} from its rank ({asked}), {mesh.rank} on {mesh.sizes}; as rank "
-            f"{place} it is {counted:.6g}"
+            f"{name}={value:.6g} from its rank ({asked}), which is {mesh.rank} on {mesh.sizes}; "
+            "with "
+            f"rank {place} the loss is {counted:.6g}"
         )
     return ""
 

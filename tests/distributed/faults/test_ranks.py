@@ -71,9 +71,7 @@ def test_a_rank_that_communicates_alone_ends_every_process_and_is_named(tmp_path
     run = run_with_fault(2, Fault(kind="save", rank=0, step=3), tmp_path, timeout=300.0)
     assert_all_ended(run, 240.0)  # it is found in half a minute where the machine is idle
     says = r"different places: rank 0 \(.*\) in save \(runs.py:\d+\), from on_train_batch_start \("
-    assert run.blames(rf"{says}.*; rank 1 \(.*\) in .*Call on every rank what does.* LP713\]"), (
-        run.logs
-    )
+    assert run.blames(rf"{says}.*; rank 1 \(.*\) in .*Call on every rank: .* LP713\]"), run.logs
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,11 @@ def _small_head() -> nn.Parameter:
     return nn.Parameter(torch.full((64, 32), 0.01, dtype=torch.float64))
 
 
-@CURES.add("LP329", r"places of net\.head\.weight.*in __init__, setup or configure_model", "zero3")
+@CURES.add(
+    "LP329",
+    r"replaced or deleted net\.head\.weight.*in __init__, setup or configure_model",
+    "zero3",
+)
 def a_parameter_that_is_replaced(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def setup(self, stage: str) -> None:
@@ -105,7 +109,9 @@ def a_parameter_that_is_replaced(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP329", r"places of net\.head\.weight.*in __init__, setup or configure_model", "pp2")
+@CURES.add(
+    "LP329", r"replaced or deleted net\.head\.weight.*__init__, setup or configure_model", "pp2"
+)
 def a_parameter_that_is_tied(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def configure_model(self) -> None:
@@ -119,7 +125,9 @@ def a_parameter_that_is_tied(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP329", r"places of net\.blocks\.0.*in __init__, setup or configure_model", "pp2")
+@CURES.add(
+    "LP329", r"replaced or deleted net\.blocks\.0.*in __init__, setup or configure_model", "pp2"
+)
 def blocks_that_change_places(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def __init__(self) -> None:
@@ -138,7 +146,7 @@ def blocks_that_change_places(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP329", r"net\.blocks\.3, or nothing.*in __init__, setup or configure_model", "tp2")
+@CURES.add("LP329", r"deleted .*net\.blocks\.3.*in __init__, setup or configure_model", "tp2")
 def a_block_that_is_deleted(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def setup(self, stage: str) -> None:
@@ -152,7 +160,7 @@ def a_block_that_is_deleted(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP329", r"places of net\.head\.weight.*write to a parameter in place", "tp2")
+@CURES.add("LP329", r"replaced or deleted net\.head\.weight.*write to a parameter in place", "tp2")
 def values_of_another_parameter(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_fit_start(self) -> None:

@@ -166,7 +166,8 @@ def test_a_deadlock_names_the_blocked_action_of_each_rank_and_what_it_waits_for(
     circle = make_schedule("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", m=2)
     text = (
         "mine: deadlock, rank 0 is blocked at 0B0, which waits for 1B0; "
-        "rank 1 is blocked at 1F1, which waits for 0F1. Put what is waited for earlier."
+        "rank 1 is blocked at 1F1, which waits for 0F1. "
+        "Move the actions that are waited for to an earlier place."
     )
     for check in (validate_schedule, simulate):
         with pytest.raises(ScheduleError) as error:
