@@ -87,11 +87,10 @@ def wrap_outer_forwards(
             if _JIT.is_tracing():
                 raise ConfigurationError(
                     "LP418",
-                    "torch.jit.trace (log_graph=True of a logger) runs on one rank of a mesh, "
-                    "which holds only a part of the module. Log the graph in setup, where it is "
-                    "still "
-                    "whole: self.logger.experiment.add_graph(self, self.example_input_array), and "
-                    "pass log_graph=False.",
+                    "torch.jit.trace (log_graph=True of a logger) got a module on a mesh, of which "
+                    "this rank holds a part. Log the graph in setup, where it is still whole: "
+                    "self.logger.experiment.add_graph(self, self.example_input_array), and pass "
+                    "log_graph=False.",
                 )
             if steps.reads.in_hooks or steps.is_outside:
                 meeting()

@@ -452,7 +452,7 @@ def arrays_of_whole_tensors_before_the_update() -> Any:
     return written_before_the_update(array)
 
 
-@CASES.add(refused={"tp2 pp2": r"runs on one rank of a mesh, .*log_graph=False"})
+@CASES.add(refused={"tp2 pp2": r"a module on a mesh, .*log_graph=False"})
 def the_graph_of_the_module() -> Any:
     class Module(PlainModule):
         def forward(self, tokens: Tensor) -> Any:

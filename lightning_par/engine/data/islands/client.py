@@ -298,8 +298,7 @@ class IslandClient:
                     "LP703",
                     f"{held.region.name} has entries that are not finite after "
                     f"{self._own_steps} steps of island {self._place.island}, so its update was "
-                    "not "
-                    "sent. Restart the island: it takes the weights of the server.",
+                    "not sent. Restart the island: it takes the weights of the server.",
                 )
             # Other ranks of the island hold the same box, and one of them sends it.
             if held.region.sends:
