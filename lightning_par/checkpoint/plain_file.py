@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import CheckpointError, MissingCheckpointError
 from lightning_par.upstream.tensor import storage_key
 
 __all__ = [
@@ -104,7 +104,8 @@ def reading_plain(path: Any, *, trusts: bool) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError("LP501", f"{path} is not there.") from error
+        text = f"{path} is not there. Give the path of a checkpoint as ckpt_path."
+        raise MissingCheckpointError("LP501", text) from error
     except pickle.UnpicklingError as error:
         told = str(error)
         if not trusts and not _is_damaged(path) and not any(text in told for text in _NO_PICKLE):

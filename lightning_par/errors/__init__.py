@@ -16,6 +16,7 @@ working::
     |-- VerificationError (RuntimeError)  a run differs from the same run on one process
     |-- IslandError       (RuntimeError)  an island does not reach its server, or is refused
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
+        `-- MissingCheckpointError (FileNotFoundError)  there is none at a path
 
 Each is raised with a code such as ``LP203``: ``lightning-par explain LP203``, and the page of error
 codes, tell its cause, an example and the cure. What a code means never changes. A message ends with
@@ -33,6 +34,7 @@ __all__ = [
     "IslandError",
     "LightningParError",
     "MeshError",
+    "MissingCheckpointError",
     "NonFiniteError",
     "OffloadError",
     "PipelineError",
@@ -152,6 +154,10 @@ class IslandError(LightningParError, RuntimeError):
 
 class CheckpointError(LightningParError, RuntimeError):
     """A checkpoint does not fit the model or the optimizer."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
 
 
 def raise_problems(error: type[LightningParError], code: str, problems: Sequence[Problem]) -> None:

@@ -320,10 +320,10 @@ class MeshStrategy(ParallelStrategy):
         if self._on_mesh(self.lightning_module):
             yield
             return
-        with record_construction() as record:
+        parameters: Any = getattr(self.lightning_module, "parameters", tuple)
+        with record_construction(parameters()) as record:
             yield
-        made: Any = getattr(self.lightning_module, "parameters", tuple)()
-        self._record = record if any(parameter.is_meta for parameter in made) else None
+        self._record = record if any(made.is_meta for made in parameters()) else None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

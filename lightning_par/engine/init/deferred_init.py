@@ -11,7 +11,7 @@ Buffers are real all along: ``torch.device("meta")`` would lose what constructor
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,11 @@ __all__ = ["ConstructionRecord", "record_construction"]
 class ConstructionRecord:
     """Record of how the parameters of a model are initialized; made by `record_construction`."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[nn.Parameter] = ()) -> None:
         self._tape = ConstructionTape()
         self._twins = WeakIdKeyDictionary()
+        for parameter in held:
+            self._twins[parameter] = parameter
         self._views = WeakIdKeyDictionary()
 
     def knows(self, parameter: Tensor) -> bool:
@@ -273,11 +275,14 @@ def _registering(
 
 
 @contextmanager
-def record_construction() -> Iterator[ConstructionRecord]:
+def record_construction(held: Iterable[nn.Parameter] = ()) -> Iterator[ConstructionRecord]:
     """Build models inside without memory for parameters, and record how each one is initialized.
 
     Inside, a parameter becomes a meta tensor as a module registers it, buffers stay real, ties stay
     ties. The record is complete when the context is left. Other threads are not affected.
+
+    Args:
+        held: Parameters that a module has already. They stay real where they are tied to others.
 
     Raises:
         ConfigurationError: It is already active.
@@ -296,7 +301,7 @@ def record_construction() -> Iterator[ConstructionRecord]:
             "LP209",
             "record_construction() is already active. Build the model in one context, not in two.",
         )
-    record = ConstructionRecord()
+    record = ConstructionRecord(held)
     replacement: Any = _registering(original, record)
     nn.Module.register_parameter = replacement  # type: ignore[method-assign]
     try:

@@ -90,8 +90,9 @@ def write_certificate(
 
 
 def _folder_of(trainer: pl.Trainer) -> str | None:
-    """Return where a run leaves its files: in the directory of its logger, or else in that of a
-    ModelCheckpoint; None: it leaves none, as that of a tuner, or a fast_dev_run.
+    """Return where a run leaves its files: in the directory of its logger, or else, on several
+    devices, in that of a ModelCheckpoint; None: it leaves none, as that of a tuner, or a
+    fast_dev_run.
 
     **Communicates**: the directory of the logger, from rank 0.
     """
@@ -99,6 +100,8 @@ def _folder_of(trainer: pl.Trainer) -> str | None:
         return None
     if trainer.loggers and trainer.log_dir:
         return str(trainer.log_dir)
+    if trainer.world_size == 1:  # where a folder of checkpoints holds what Lightning leaves in it
+        return None
     folders = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
     return next((str(folder) for folder in folders if folder), None)
 

@@ -49,6 +49,7 @@ from lightning_par.strategies.step.absent_parameter import (
     absent_parameter,
     AbsentParameter,
     END_OF_HOOK,
+    ListedParameter,
     Refusals,
     user_line,
 )
@@ -214,11 +215,10 @@ class WholeView(TorchFunctionMode):
         if made is None:
             # In a rehearsal other stages do not answer, and nobody asks for values.
             stage = self._owners.get(about.name, -1)
-            made = self._handles[about.name] = self.stand_for(about, stage)
+            kind = AbsentParameter if about.is_buffer else ListedParameter
+            made = self._handles[about.name] = self.stand_for(about, stage, kind)
             with plain_functions():
                 made.requires_grad_(about.requires_grad)
-            if not about.is_buffer:
-                vars(made)["_is_param"] = True  # an nn.Parameter for `isinstance`
         return made
 
     def values(self, tree: Any) -> Any:
@@ -237,9 +237,11 @@ class WholeView(TorchFunctionMode):
         """Note of what a state dict made outside of the hook holds to which stage it belongs."""
         self._tagged(value, self._owners.get(name))
 
-    def stand_for(self, about: About, stage: int) -> AbsentParameter:
+    def stand_for(
+        self, about: About, stage: int, kind: type[AbsentParameter] = AbsentParameter
+    ) -> AbsentParameter:
         """Return what stands for a tensor of another stage."""
-        made = absent_parameter(about, self._device, Refusals(waits=False))
+        made = absent_parameter(about, self._device, Refusals(waits=False), kind)
         vars(made)[_STAGE] = self._run, stage
         return made
 

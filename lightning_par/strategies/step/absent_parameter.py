@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import lightning
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightning_par.errors import PlanError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
@@ -22,6 +22,7 @@ __all__ = [
     "AbsentParameter",
     "AbsentPart",
     "HookView",
+    "ListedParameter",
     "Refusals",
     "absent_parameter",
     "is_of_a_framework",
@@ -150,6 +151,10 @@ class AbsentParameter(Tensor):
             return func(*plain[0], **plain[1])
 
 
+class ListedParameter(AbsentParameter, nn.Parameter):
+    """One that a module of a hook lists, for which `isinstance` asks."""
+
+
 def _plain(value: Any) -> Any:
     """Return ones: the step is refused when all stages have run it, whatever it computes."""
     if not isinstance(value, AbsentParameter):
@@ -157,17 +162,23 @@ def _plain(value: Any) -> Any:
     return torch.ones(value.shape, dtype=value.dtype, device=value.device)
 
 
-def absent_parameter(about: About, device: torch.device, refusals: Refusals) -> AbsentParameter:
+def absent_parameter(
+    about: About,
+    device: torch.device,
+    refusals: Refusals,
+    kind: type[AbsentParameter] = AbsentParameter,
+) -> AbsentParameter:
     """Return what stands for a parameter of another stage; it takes no memory.
 
     Args:
         about: What is known of it.
         device: Device of this rank.
         refusals: Where reads of it are written down.
+        kind: Class of the result.
     """
     # One element with stride 0 in every dim: the shape of the parameter without its memory.
     value = torch.zeros((), dtype=about.dtype, device=device).expand(about.shape)
-    made = make_subclass(AbsentParameter, value, False)
+    made = make_subclass(kind, value, False)
     made.fqn, made.refusals = about.name, refusals
     return made
 

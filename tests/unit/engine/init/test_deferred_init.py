@@ -130,6 +130,15 @@ def test_tied_parameters_stay_one() -> None:
     assert record.knows(model.get_parameter("head.weight"))
 
 
+def test_a_parameter_that_the_model_has_already_stays_real_where_it_is_tied() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4)})
+    with record_construction(model.parameters()):
+        model["head"] = nn.Linear(4, 8, bias=False)
+        model["head"].weight = model["embed"].weight
+    assert model["head"].weight is model["embed"].weight
+    assert not model["head"].weight.is_meta
+
+
 def test_one_parameter_used_by_two_modules_stays_one() -> None:
     def fill(module: nn.Module) -> None:
         weight = nn.Parameter(torch.randn(3, 5))
