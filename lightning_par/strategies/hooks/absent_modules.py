@@ -32,7 +32,7 @@ class AbsentModules:
 
     def __init__(self, module: nn.Module, reads: Reads, known: Mapping[str, About]) -> None:
         self._module, self._reads, self._known = module, reads, known
-        self._made: list[tuple[nn.Module, nn.Module, nn.Module]] | None = None
+        self._made: list[tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]] | None = None
         self._are_shown = False
         self.names: dict[int, str] = {}
 
@@ -50,25 +50,30 @@ class AbsentModules:
         if self._are_shown == shown:
             return
         if self._made is None:
-            self._made = list(self._make())
-        for owner, stub, made in self._made:
-            old, new = (stub, made) if shown else (made, stub)
-            if new.training != old.training:
-                new.train(old.training)
-            # A hook may have moved it, or have put another one in its place, which is refused.
+            found = ((owner, self._children_of(owner)) for owner in self._module.modules())
+            self._made = [(owner, pairs) for owner, pairs in found if pairs]
+        for owner, pairs in self._made:
+            new = dict[int, nn.Module]()
+            for stub, made in pairs:
+                gone, come = (stub, made) if shown else (made, stub)
+                if come.training != gone.training:
+                    come.train(gone.training)
+                new[id(gone)] = come
+            # A hook may have moved one, or have put another in its place, which is refused.
             for name, held in owner._modules.items():
-                if held is old:
-                    owner._modules[name] = new
+                owner._modules[name] = new.get(id(held), held)
         self._are_shown = shown
 
-    def _make(self) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-        for owner in self._module.modules():
-            for child in owner._modules.values():
-                if isinstance(child, StageStub):
-                    made = self._like(*stands_for(child))
-                    # The stub says what to do instead.
-                    vars(made)["forward"] = _forward_of(child)
-                    yield owner, child, made
+    def _children_of(self, owner: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the stubs of a module, and what is shown in the place of each."""
+        pairs = list[tuple[nn.Module, nn.Module]]()
+        for child in dict.fromkeys(owner._modules.values()):
+            if isinstance(child, StageStub):
+                made = self._like(*stands_for(child))
+                # The stub says what to do instead.
+                vars(made)["forward"] = _forward_of(child)
+                pairs.append((child, made))
+        return pairs
 
     def _like(self, fqn: str, module: nn.Module) -> nn.Module:
         """Return a module like one on meta; its own `__init__` would make parameters."""
