@@ -302,8 +302,7 @@ STEPS: dict[str, dict[str, str]] = {
         "captured": "cures::outputs_that_hooks_collect",
     },
     "LP410": {
-        "gradient_norms()": """
-            gradients::norms_from_the_strategy cures_of_steps::each_layer_clipped""",
+        "gradient_norms()": "gradients::norms_from_the_strategy",
         "gradient_clip_val": "optimizers::prodigy_that_adapts",
     },
     "LP411": {"no pipeline": "uncommon_steps::penalty_on_the_gradient_of_the_input"},

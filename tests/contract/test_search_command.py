@@ -339,7 +339,7 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     words = ("--config", config, "--devices", 2, "--trainer.strategy=auto_parallel")
     status, _, said = command(monkeypatch, capsys, "forecast", *words)
     assert status == 1
-    assert "auto_parallel chooses the sizes from the model" in said
+    assert "auto_parallel chooses the sizes when trainer.fit sets up the model" in said
 
 
 @pytest.mark.distributed

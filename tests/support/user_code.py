@@ -151,7 +151,7 @@ class Cases:
         if refusal is not None:
             for rank, text in enumerate(refusals):
                 assert text is not None, f"rank {rank} trained on"
-                assert re.search(refusal, text), text
+                assert re.search(refusal, text, re.DOTALL), text
             return
         assert refusals == [None] * world, next(filter(None, refusals))
         wanted = _one_process(self._file, case)

@@ -106,7 +106,7 @@ def train_nothing(rank: int, world: int) -> str:
 def test_nothing_to_train_at_all_is_refused_on_every_rank() -> None:
     assert "empty parameter list" in run_ranks(train_nothing, 1)[0]
     for said in run_ranks(train_nothing, 2):
-        assert "an optimizer without parameters: no pipeline stage holds one" in said
+        assert "an optimizer without parameters: no pipeline stage holds any" in said
 
 
 class NoOptimizer(ToyModule):

@@ -371,7 +371,7 @@ def losses_that_blocks_return(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP409", r"a forward hook of .* keeps what.*captured={name: entry", captured={"mlp.up": 0}
+    "LP409", r"a forward hook of .* stores values.*captured={name: entry", captured={"mlp.up": 0}
 )
 def outputs_that_hooks_collect(cured: bool) -> nn.Module:
     class Hooked(Net):

@@ -42,28 +42,6 @@ def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP410", r"the norm of some gradients of its own.*strategy\.gradient_norms\(\)")
-def each_layer_clipped(cured: bool) -> nn.Module:
-    class Module(PlainModule):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            strategy: Any = self.trainer.strategy
-            if cured and hasattr(strategy, "gradient_norms"):
-                norms = strategy.gradient_norms()
-            elif cured:
-                norms = {n: p.grad.norm() for n, p in self.named_parameters()}
-            for name, layer in self.named_modules():
-                if isinstance(layer, nn.Linear) and not cured:
-                    nn.utils.clip_grad_norm_(layer.parameters(), 0.02)
-                elif isinstance(layer, nn.Linear):
-                    own = dict(layer.named_parameters(name))
-                    norm = torch.stack([norms[n] for n in own]).norm()
-                    for p in own.values():
-                        if p.grad is not None:
-                            p.grad.mul_((0.02 / (norm + 1e-6)).clamp(max=1.0))
-
-    return Module()
-
-
 @CURES.add("LP415", r"ranks make .*Run a forward on every rank, outside of `if trainer\.is_global_")
 def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):

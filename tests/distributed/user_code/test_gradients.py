@@ -270,7 +270,7 @@ def what_all_weights_and_gradients_give() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"pp2": r"ranks ask .* a logger writes on rank 0 alone"})
+@CASES.add(refused={"pp2": r"ranks make different calls .* a logger writes on rank 0 alone"})
 def histograms_on_rank_zero_alone() -> Any:
     def act(module: PlainModule) -> None:
         if module.trainer.is_global_zero:
@@ -288,6 +288,19 @@ class _Decay(Callback):
 @CASES.add(equal="pp2 tp2 zero3", trainer=lambda: {"callbacks": [_Decay()]})
 def penalty_as_a_gradient() -> Any:
     return PlainModule(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2 zero3 tp2pp2 pp2_interleaved")
+def each_layer_clipped() -> Any:
+    """Each by its own norm, in a loop over the modules of all stages."""
+
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for layer in self.modules():
+                if isinstance(layer, nn.Linear):
+                    clip(layer.parameters(), 0.02)
+
+    return Module(), token_pairs()
 
 
 @CASES.add(equal="tp2 pp2 zero3")

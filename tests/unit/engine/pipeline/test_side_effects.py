@@ -74,7 +74,7 @@ def test_list_of_another_module_and_of_a_hook_are_refused() -> None:
         run(model, first_stage(model))
     model, features = Model(lambda block, out: None), list[Tensor]()
     model.blocks[1].linear.register_forward_hook(lambda m, i, out: features.append(out))
-    with pytest.raises(PlanError, match=r"a forward hook of blocks\.1\.linear keeps"):
+    with pytest.raises(PlanError, match=r"a forward hook of blocks\.1\.linear stores"):
         run(model, first_stage(model))
 
 
