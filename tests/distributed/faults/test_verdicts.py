@@ -168,7 +168,7 @@ def test_what_does_not_come_again_is_a_device(layout: str, fault: str, named: st
 
 def test_the_first_stage_is_named() -> None:
     text = _error("pp2", "weight_gradient_once", 0)
-    assert "that of rank 0 (host" in text
+    assert "the device of rank 0 (host" in text
     assert "only gradients of this part of the model have changed" in text
 
 
