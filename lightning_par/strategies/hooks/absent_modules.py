@@ -50,7 +50,9 @@ class AbsentModules:
         if self._are_shown == shown:
             return
         if self._made is None:
-            found = ((owner, self._children_of(owner)) for owner in self._module.modules())
+            # A stub has children of its own where a plan captures outputs.
+            owners = [m for m in self._module.modules() if not isinstance(m, StageStub)]
+            found = ((owner, self._children_of(owner)) for owner in owners)
             self._made = [(owner, pairs) for owner, pairs in found if pairs]
         for owner, pairs in self._made:
             new = dict[int, nn.Module]()

@@ -123,7 +123,7 @@ def matrices_clipped() -> Any:
     return hooked(lambda m: clip([p for p in m.parameters() if p.ndim == 2], 0.02))
 
 
-@CASES.add(equal="tp2", refused={"pp2": "asks for the norm of some gradients of its own"})
+@CASES.add(equal="tp2 pp2", large="zero3 tp2pp2 pp2_interleaved")
 def each_linear_layer_clipped() -> Any:
     def act(module: nn.Module) -> None:
         for layer in module.modules():
@@ -288,19 +288,6 @@ class _Decay(Callback):
 @CASES.add(equal="pp2 tp2 zero3", trainer=lambda: {"callbacks": [_Decay()]})
 def penalty_as_a_gradient() -> Any:
     return PlainModule(), token_pairs()
-
-
-@CASES.add(equal="pp2", large="tp2 zero3 tp2pp2 pp2_interleaved")
-def each_layer_clipped() -> Any:
-    """Each by its own norm, in a loop over the modules of all stages."""
-
-    class Module(PlainModule):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            for layer in self.modules():
-                if isinstance(layer, nn.Linear):
-                    clip(layer.parameters(), 0.02)
-
-    return Module(), token_pairs()
 
 
 @CASES.add(equal="tp2 pp2 zero3")
