@@ -195,9 +195,9 @@ def _refuse_array(tensor: Tensor, **_: Any) -> Any:
     raise PlanError(
         "LP417",
         f"numpy() is called on a weight or gradient of shape {tuple(tensor.shape)} that is "
-        "sharded: "
-        "this rank holds only a part of it. Call trainer.strategy.full_parameter(name), or "
-        "full_tensor() of the weight or gradient, on every rank, and write the result on rank 0.",
+        "sharded: this rank holds only a part of it. Call trainer.strategy.full_parameter(name), "
+        "or full_tensor() of the weight or gradient, on every rank, and write the result on rank "
+        "0.",
     )
 
 

@@ -311,8 +311,7 @@ class Manifest:
                 raise CheckpointError(
                     "LP503",
                     f"{where} says that a newer version wrote it; this version of lightning_par "
-                    "reads "
-                    f"format {FORMAT}. Install a newer lightning_par.",
+                    f"reads format {FORMAT}. Install a newer lightning_par.",
                 )
             files = {
                 str(name): FileRecord(int(record["length"]), str(record["crc32"]))

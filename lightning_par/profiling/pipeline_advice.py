@@ -43,9 +43,8 @@ def _on_communication(found: PipelineSummary) -> list[str]:
     most = max(axes, key=lambda a: sum(times.exposed_on.get(a, 0.0) for times in found.ranks))
     cure = _CURES.get(most, f"less of what the group {most} sends inside of the blocks")
     return [
-        f"Communication takes at least {as_percent(min(shares))} of the time of every stage, "
-        f"most of it on {most}: no split of the blocks and no schedule makes that shorter. "
-        f"Try {cure}."
+        f"Communication takes at least {as_percent(min(shares))} of the time of every stage, most "
+        f"of it on {most}: no split of the blocks and no schedule makes that shorter. Try {cure}."
     ]
 
 

@@ -177,8 +177,8 @@ class MeshOptions:
         problems, count, blocks = [], self.num_microbatches, self.stage_blocks
         if self.expert_max_rows is not None and not _is_count(self.expert_max_rows):
             problems.append(
-                f"expert_max_rows={self.expert_max_rows!r} must be a whole number of 1 or more, or "
-                "None."
+                f"expert_max_rows={self.expert_max_rows!r} must be a whole number of 1 or more, "
+                "or None."
             )
         if count != "auto" and not _is_count(count):
             problems.append(

@@ -77,8 +77,7 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
         raise ConfigurationError(
             "LP306",
             f"{_caller()} mixes tokens with {name}, but under context parallelism it would get "
-            f"only the {t} "
-            f"tokens of one rank. {_CURE}",
+            f"only the {t} tokens of one rank. {_CURE}",
         )
 
 

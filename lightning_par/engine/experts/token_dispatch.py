@@ -103,8 +103,7 @@ def _check_rows(most: int, max_rows: int) -> None:
             f"expert_max_rows={max_rows}: the tokens of this forward may need {most} rows of the "
             f"experts of one rank. Use expert_max_rows={most} or more, or smaller batches, or "
             "expert_max_rows=None, which sends exactly the rows that are needed but lets the CPU "
-            "wait "
-            "for the GPU.",
+            "wait for the GPU.",
         )
 
 

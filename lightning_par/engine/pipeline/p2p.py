@@ -293,9 +293,8 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         raise PipelineError(
             "LP405",
             "the output of a pipeline stage needed a gradient in an earlier step and needs none "
-            "now, "
-            "or the other way round: parameters were frozen or unfrozen after the first step. "
-            "Under a pipeline, do that before the fit.",
+            "now, or the other way round: parameters were frozen or unfrozen after the first "
+            "step. Under a pipeline, do that before the fit.",
         )
     if known.specs != header.specs:
         raise PipelineError(

@@ -135,10 +135,9 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
         return PlanError(
             "LP208",
             f"{where} computes with weights that are still sharded over the replicas: "
-            f"{error}\nWhy: "
-            "ZeRO gathers the weights of a block when the block is called as block(x), but not for "
-            "block.forward(x) or for code outside of the block.\nWhat to write: call the block as "
-            "block(x), or use zero_stage=0.",
+            f"{error}\nWhy: ZeRO gathers the weights of a block when the block is called as "
+            "block(x), but not for block.forward(x) or for code outside of the block.\nWhat to "
+            "write: call the block as block(x), or use zero_stage=0.",
         )
     said = str(error).strip().rstrip(".")
     cures = [cure for sign, cure in _CURES.items() if sign in said]

@@ -254,9 +254,8 @@ class CheckpointLoad:
             raise CheckpointError(
                 "LP507",
                 f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}. "
-                "Return "
-                "the optimizers that were saved from configure_optimizers, or load the weights "
-                "alone: lightning_par.load_from_checkpoint(MyModule, path).",
+                "Return the optimizers that were saved from configure_optimizers, or load the "
+                "weights alone: lightning_par.load_from_checkpoint(MyModule, path).",
             )
         # A hook of Lightning may have the module whole while it restores.
         with model.in_parallel_form():

@@ -224,8 +224,7 @@ class ReplicaLoaders:
                 raise ConfigurationError(
                     "LP324",
                     "the sampler of the data loader returns a different order of samples on each "
-                    "of "
-                    f"{self._mesh.sizes.data} replicas, so some samples would be used several "
+                    f"of {self._mesh.sizes.data} replicas, so some samples would be used several "
                     "times and others never. If the sampler divides the samples itself, pass "
                     "Trainer(use_distributed_sampler=False). Otherwise let it draw from a "
                     "generator that has the same seed on every rank.",

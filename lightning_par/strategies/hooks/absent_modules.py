@@ -81,17 +81,15 @@ class AbsentModules:
         """Return a module like one on meta; its own `__init__` would make parameters."""
         made = module.__new__(type(module))
         vars(made).update(vars(module))
-        prefix = f"{fqn}."
-        below = {n.removeprefix(prefix): a for n, a in self._known.items() if n.startswith(prefix)}
-        own = {name: about for name, about in below.items() if "." not in name}
-        for kind, is_buffer in (("_parameters", False), ("_buffers", True)):
-            absent = {n: about for n, about in own.items() if about.is_buffer == is_buffer}
-            none = dict.fromkeys(n for n, held in vars(module)[kind].items() if held is None)
+        for kind in ("_parameters", "_buffers"):
+            held = vars(module)[kind]
+            none = {name: None for name, tensor in held.items() if tensor is None}
+            named = {name: self._known.get(f"{fqn}.{name}") for name in held if name not in none}
+            absent = {name: about for name, about in named.items() if about is not None}
             vars(made)[kind] = WholeTensors(self._reads, absent, none)
-        children = module._modules.items()
         vars(made)["_modules"] = {
-            name: None if child is None else self._like(f"{prefix}{name}", child)
-            for name, child in children
+            name: None if child is None else self._like(f"{fqn}.{name}", child)
+            for name, child in module._modules.items()
         }
         vars(made)["forward"] = _refused(fqn)
         self.names[id(made)] = fqn

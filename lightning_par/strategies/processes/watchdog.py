@@ -275,8 +275,7 @@ class RankWatch:
                 "some ranks only (under `if trainer.is_global_zero`, or after a decision that "
                 "each rank makes by itself) must not communicate. Call on every rank: a forward "
                 "of the model, save_checkpoint, all_gather, log(..., sync_dist=True). Only print "
-                "or "
-                "write on one rank. Make a decision, such as should_stop, on every rank: "
+                "or write on one rank. Make a decision, such as should_stop, on every rank: "
                 "trainer.strategy.broadcast(value), or reduce_boolean_decision(value, all=False).",
             )
             _logger.critical("%s", told)

@@ -108,8 +108,7 @@ def passing_fault(judge: Judge) -> str:
     """
     return (
         f"{_differed(judge)} Repeated from the same weights, the step is equal: a device made an "
-        "error "
-        f"once, and which device cannot be told. {_END}"
+        f"error once, and which device cannot be told. {_END}"
     )
 
 
@@ -183,8 +182,7 @@ def _judge_both(
     said = f"one of the ranks {', '.join(map(str, names))}" if names[1:] else f"rank {names[0]}"
     text = (
         f"{_differed(judge)} Repeated from the same weights, the step is equal: a device made an "
-        "error "
-        f"once, the device of {said} (host {hosts}), as {why}. {_END}"
+        f"error once, the device of {said} (host {hosts}), as {why}. {_END}"
     )
     return text, True
 

@@ -223,9 +223,9 @@ def _warn_of_copies(module: nn.Module, resolved: ResolvedPlan, sizes: ParallelSi
     if sizes.tensor > 1 and divides_nothing(plan):
         rank_zero_warn(
             f"tensor_parallel_size={sizes.tensor} divides nothing of {type(module).__name__}: no "
-            "layers were found that its ranks could share, so each of them computes all of it. Use "
-            "tensor_parallel_size=1, which makes them replicas, or return a parallel_plan() with "
-            "tensor styles."
+            "layers were found that its ranks could share, so each of them computes all of it. "
+            "Use tensor_parallel_size=1, which makes them replicas, or return a parallel_plan() "
+            "with tensor styles."
         )
 
 

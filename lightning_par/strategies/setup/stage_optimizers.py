@@ -292,6 +292,6 @@ def _check_parameters(
         raise ConfigurationError(
             "LP413",
             "configure_optimizers returned an optimizer without parameters: no pipeline stage "
-            "holds "
-            "any of its parameters. Give it parameters of the module, such as self.parameters().",
+            "holds any of its parameters. Give it parameters of the module, such as "
+            "self.parameters().",
         )

@@ -63,9 +63,9 @@ def warn_of_logs(step: str, names: frozenset[str]) -> None:
     warn_of_results(returned)
     if metrics:
         rank_zero_warn(
-            f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for "
-            "the parts of a batch than for the whole: with each micro-batch, on every replica, "
-            "where one process updates them once. Give a mean the number of what it is over "
+            f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for the "
+            "parts of a batch than for the whole: with each micro-batch, on every replica, where "
+            "one process updates them once. Give a mean the number of what it is over "
             "(MeanMetric.update(value, weight)), or give the metric what the value is computed "
             "from."
         )

@@ -56,8 +56,7 @@ class Structure:
             raise ConfigurationError(
                 "LP329",
                 f"a hook has replaced or deleted {', '.join(changed[:4])}, but the mesh has "
-                "already "
-                "sharded the modules and computes with the old ones. Change modules before that, "
-                "in __init__, setup or configure_model; or write to a parameter in place, "
-                "self.net.head.weight.data.copy_(values).",
+                "already sharded the modules and computes with the old ones. Change modules "
+                "before that, in __init__, setup or configure_model; or write to a parameter in "
+                "place, self.net.head.weight.data.copy_(values).",
             )

@@ -148,8 +148,7 @@ def _of_rank(
     for name, value, counted in _differing(losses, _seen(other), again):
         return (
             f"{name}={value:.6g} from its rank ({asked}), which is {mesh.rank} on {mesh.sizes}; "
-            "with "
-            f"rank {place} the loss is {counted:.6g}"
+            f"with rank {place} the loss is {counted:.6g}"
         )
     return ""
 

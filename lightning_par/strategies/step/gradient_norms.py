@@ -204,9 +204,8 @@ class GradientNorms:
             raise ConfigurationError(
                 "LP410",
                 f"grad_norm was called with a {type(module).__name__} that is not a part of the "
-                "trained "
-                "LightningModule, so its gradients are not known on a mesh. Call grad_norm(self, "
-                "norm_type) or pass one of its submodules.",
+                "trained LightningModule, so its gradients are not known on a mesh. Call "
+                "grad_norm(self, norm_type) or pass one of its submodules.",
             )
         start = f"{prefix}." if prefix else ""
         # Names are those below the module that was asked for, as Lightning's function gives them.

@@ -218,8 +218,7 @@ class StepRandom:
         """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
         text = (
             f"{self._name} drew random numbers, but drew none in the first step, so they {{}} "
-            "those "
-            "of one process. Let it draw random numbers from the first step on."
+            "those of one process. Let it draw random numbers from the first step on."
         )
         if self._name == "training_step":
             raise ConfigurationError("LP311", text.format("would not be"))
