@@ -37,7 +37,7 @@ def compare_traces(
         alone = _trace(_alone(trainer, saved, fault, 0.0))
         roundings = 8 * torch.finfo(trainer.config.dtype).eps
         moved = _trace(_alone(trainer, saved, fault, roundings))
-        box = [_first(trainer.step, own, alone, moved)]
+        box = [_first(trainer.step, own, alone, moved, least=max(1e-9, roundings))]
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     return box[0]
@@ -124,12 +124,13 @@ def _join(places: Mapping[Any, list[list[Tensor]]], micro: int) -> Tensor:
     return torch.cat(whole)
 
 
-def _first(step: int, own: Any, alone: Any, moved: Any) -> Verdict | None:
+def _first(step: int, own: Any, alone: Any, moved: Any, *, least: float) -> Verdict | None:
     for key in sorted(alone, key=lambda key: _ORDER.index(key[0])):
         wanted, got = alone[key].double(), own[key].double()
         size = float(wanted.norm()) + 1e-12
-        # The paper's tolerance: several times what roundings of the inputs change.
-        bound = 20 * float((moved[key].double() - wanted).norm()) + 1e-9 * size
+        # The paper's tolerance: several times what roundings of the inputs change, which may be
+        # nothing for a single number, such as the loss.
+        bound = 20 * float((moved[key].double() - wanted).norm()) + least * size
         if wanted.shape != got.shape or not float((got - wanted).norm()) <= bound:
             return Verdict(step=step, phase=_PHASE[key[0]], text=f"{key[0]} of {key[1] or 'loss'}")
     return None

@@ -116,7 +116,7 @@ def test_the_page_tells_what_was_found() -> None:
     phases = report["phases"].values()
     faults = sum(phase["faults"] for phase in phases)
     assert faults == len(FAULTS), "there are other faults since the last `make zoo`: run it"
-    assert f"has {len(FAULTS)} of them" in page
+    assert f"has {len(FAULTS)} such faults" in page
     public = sum(fault.source != "own" for fault in FAULTS)
     assert f"{public} faults are from public reports" in page
     for checker, title in report["checkers"].items():
@@ -125,7 +125,7 @@ def test_the_page_tells_what_was_found() -> None:
         found = [sum(phase[checker][n] for phase in phases) for n in (0, 1)]
         assert by_end + later == sum(found), title
         assert at_once <= found[0], title
-    misses = page.partition("## What we miss")[2].partition("Others that we miss")[0]
+    misses = page.partition("## What we miss")[2].partition("The proof also misses")[0]
     cells = [line.split("|")[1] for line in misses.splitlines() if line.startswith("|")]
     named = re.findall(r"[a-z]+(?:-[a-z]+)+", "\n".join(cells))
     assert {*named} <= {fault.name for fault in FAULTS}
