@@ -1,8 +1,9 @@
 """Tokens per second and MFU on one CUDA device, bf16 and torch.compile: `hybrid3d` through the
 Trainer against the same GPT in a bare PyTorch loop.
 
-The reference is the loop that one would write by hand, with the whole model compiled; the loop with
-the blocks compiled one by one, as the strategy does, is there to tell the two effects apart.
+The reference is the loop that one would write by hand, with the whole model compiled. Two more tell
+the effects apart: the loop with each block and each layer beside them compiled alone, as the
+strategy does, and the same model under Lightning's "auto".
 Without a CUDA device there is nothing to measure: one line says so. ``--device cpu --tiny`` runs
 the same code in seconds, for its own sake.
 """
@@ -19,7 +20,7 @@ from _paired import add_arguments, Arguments, compare, fit, read_arguments, Turn
 
 from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.models.gpt.lightning_module import GPTModule, group_parameters
-from lightning_par.models.gpt.model import Block, GPT
+from lightning_par.models.gpt.model import GPT
 from lightning_par.strategies import Hybrid3DStrategy
 
 PEAK_FLOPS = {
@@ -73,12 +74,23 @@ class Case:
         )
 
 
-def through_trainer(case: Case, arguments: Arguments, turn: Turn) -> None:
-    """Train with the strategy."""
+def compile_parts(model: GPT) -> None:
+    """Compile each block, and each layer beside them, alone."""
+    beside = (child for child in model.children() if child is not model.blocks)
+    for layer in (*model.blocks, *beside):
+        layer.forward = torch.compile(layer.forward)
+
+
+def through_trainer(case: Case, arguments: Arguments, turn: Turn, *, ours: bool) -> None:
+    """Train with the strategy, or with Lightning's "auto"."""
+    module = GPTModule(case.preset)
+    if case.compiled and not ours:
+        module.configure_model()
+        compile_parts(module.model)
     fit(
-        GPTModule(case.preset),
+        module,
         case.batches(),
-        Hybrid3DStrategy(compile_blocks=case.compiled),
+        Hybrid3DStrategy(compile_blocks=case.compiled) if ours else "auto",
         turn,
         arguments,
         accelerator=case.device,
@@ -98,9 +110,7 @@ def bare_loop(case: Case, arguments: Arguments, turn: Turn, *, whole: bool) -> N
     if case.compiled and whole:
         forward = torch.compile(model)
     elif case.compiled:
-        for block in model.blocks:
-            assert isinstance(block, Block)
-            block.forward = torch.compile(block.forward)
+        compile_parts(model)
     batches = itertools.chain.from_iterable(itertools.repeat(case.batches()))
     for _ in range(arguments.total_steps):
         turn.next()
@@ -176,10 +186,11 @@ def main() -> None:
         "one device, bf16-mixed",
         {
             "bare loop": lambda turn: bare_loop(case, arguments, turn, whole=True),
-            "bare loop, compiled by block": lambda turn: bare_loop(
+            "bare loop, compiled by parts": lambda turn: bare_loop(
                 case, arguments, turn, whole=False
             ),
-            "hybrid3d, Trainer": lambda turn: through_trainer(case, arguments, turn),
+            "auto, Trainer": lambda turn: through_trainer(case, arguments, turn, ours=False),
+            "hybrid3d, Trainer": lambda turn: through_trainer(case, arguments, turn, ours=True),
         },
         arguments,
         targets={"hybrid3d, Trainer": 1 / LOWEST},

@@ -82,7 +82,7 @@ class MeshStrategy(ParallelStrategy):
         virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: `torch.compile` every block; a dict has its options: ``{"mode": ...}``.
+        compile_blocks: `torch.compile` blocks, embeddings and head; a dict has its options.
         async_tensor_parallel: Let the compiler hide messages of tensor parallelism, on GPUs.
         checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
         save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.setup.compiled_blocks import check_compiled
+from lightning_par.strategies.setup.compiled_blocks import check_compiled, layers_beside
 from tests.support.models.toy_gpt import ToyLM
 
 ASYNC: dict[str, Any] = {"async_tensor_parallel": True, "compile_blocks": True}
@@ -83,3 +84,19 @@ def test_graphs_are_refused_where_gradients_add_up() -> None:
         check(graphs, STAGES, "cuda")
     check({**graphs, "num_microbatches": 1}, STAGES, "cuda")
     check(graphs, STAGES, "cpu")
+
+
+def test_layers_beside_blocks_are_found_around_every_list_of_them() -> None:
+    """As in most models of transformers: a head around a body, in which the blocks are."""
+    body = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(4, 4),
+            "vision": nn.Sequential(nn.Linear(4, 4)),  # no layer, and no list of blocks
+            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)),
+            "dropout": nn.Dropout(),
+            "norm": nn.LayerNorm(4),
+        }
+    )
+    module = nn.ModuleDict({"model": body, "head": nn.Linear(4, 5), "loss": nn.CrossEntropyLoss()})
+    names = [name for name, _ in layers_beside(module, ["model.blocks.0", "model.blocks.1"])]
+    assert names == ["head", "model.embed", "model.norm"]
