@@ -279,8 +279,11 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
         pending = call.post(index + 1, own, held)
         # Where gradients of this step belong, in the places of the keys' owner.
         places = () if step.send_gradients is None else step.send_gradients.intervals
-        part = KeyValues.empty(places, own, kind)
-        if call.schedule.route == "direct":
+        is_direct = call.schedule.route == "direct"
+        # What one block finds is sent as it is, so that nothing has to be summed in float32.
+        is_whole = is_direct and len(step.blocks) == 1 and (step.blocks[0].keys,) == places
+        part = KeyValues.empty(places, own, own.flat.dtype if is_whole else kind)
+        if is_direct:
             _add_step(call, step, saved, held, of_query, part)
             part = part.to(own.flat.dtype)
             # In the order of the steps on every run, so that the sums have the same bits.
