@@ -431,7 +431,8 @@ class _Trace(Callback):
 
 def _process_state() -> dict[str, Any]:
     return {
-        "environment": dict(os.environ),
+        # Lightning orders CUDA devices by a variable, and leaves it.
+        "environment": {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_ORDER"},
         "signals": [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
         "disabled": logging.root.manager.disable,
         "group": id(dist.group.WORLD),

@@ -286,7 +286,7 @@ def a_masked_mean_with_one_row_on_each_replica() -> Any:
 def negatives_in_a_batch_of_one_row_on_each_replica() -> Any:
     def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
         z = F.normalize(module.net(x).mean(1), dim=1)
-        return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+        return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z), device=z.device))
 
     return of_loss(loss)
 

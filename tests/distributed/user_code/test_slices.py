@@ -49,7 +49,7 @@ def slices_of_gradients() -> Any:
 def masks_and_rows_of_gradients_before_the_step() -> Any:
     def act(net: Any) -> None:
         emb = net.emb.weight.grad
-        emb.mul_((ROWS >= 8).to(emb.dtype)[:, None])
+        emb.mul_((ROWS >= 8).to(emb)[:, None])
         emb.view(4, 16, -1)[0].fill_(0.1)
         for row in net.blocks[0].mlp.up.weight.grad:
             row.div_(1 + row.norm())
