@@ -52,8 +52,11 @@ def operator_schema(operator: Any) -> Any:
 def is_composite(operator: Any) -> bool:
     """Return whether an operator only calls others: it may be decomposed, and has no kernel.
 
-    Some have both, such as ``silu_backward``; torch runs the kernel.
+    Some have both, such as ``silu_backward``; torch runs the kernel. Operators of TorchScript, such
+    as ``prim.device`` of a tensor without memory, are unknown to the dispatcher.
     """
+    if operator.namespace == "prim":
+        return False
     has_kernel = operator.has_kernel_for_dispatch_key
     return not has_kernel("CPU") and has_kernel("CompositeImplicitAutograd")
 

@@ -36,6 +36,13 @@ def test_every_kind_of_rank_is_described(call, capfd):
         assert said.count(word) >= 3
 
 
+@pytest.mark.parametrize("more", [(), ("--trainer.strategy=hybrid3d", "--devices=1")], ids=len)
+def test_the_first_configuration_is_rehearsed_as_it_stands(more, call, capfd):
+    """With a callback that counts operations, and a loss that each step confirms."""
+    assert call(f"--config={CONFIG.with_name('gpt.yaml')}", *more) == 0
+    assert "rehearsed in" in capfd.readouterr().out
+
+
 def test_machines_get_every_number_and_every_call(call, capfd):
     assert call("--rank=3", "--json") == 0
     (found,) = json.loads(capfd.readouterr().out)

@@ -134,6 +134,7 @@ class FormWatch:
 
     Args:
         device: Device on which ranks agree.
+        has_values: Whether losses have values, by which a step can confirm a rule.
 
     Attributes:
         again: Looks at the step of the present batch once more, on every rank.
@@ -146,14 +147,14 @@ class FormWatch:
         confirms: What each step has to confirm; None: nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_values: bool = True) -> None:
         self.again: Callable[[], None] = lambda: None
         self.look_at_padding: Callable[[], None] = lambda: None
         self.reads_factors = False
         self.is_new, self.watches, self.has_to_stay = False, True, False
         self.loses = False
         self.confirms: Confirmed | None = None
-        self._device, self._known = device, set[Hashable]()
+        self._device, self._has_values, self._known = device, has_values, set[Hashable]()
         self._is_other: Tensor | None = None
         self._differs: Tensor | None = None
 
@@ -179,8 +180,9 @@ class FormWatch:
         # The host waits for the device, in the rare batch with a part in which nothing counts.
         if self.has_to_stay and weights is not None and index in weights.zero and not weights.fills:
             self.loses |= 0 < abs(float(loss.detach())) < math.inf
-        if self.confirms is not None and weights is not None and weights.counts is not None:
-            self._confirm(self.confirms, loss, weights.counts[index])
+        confirms = self.confirms if self._has_values else None
+        if confirms is not None and weights is not None and weights.counts is not None:
+            self._confirm(confirms, loss, weights.counts[index])
         if not index:
             self._see_form(loss, samples)
 

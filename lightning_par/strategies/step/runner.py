@@ -190,7 +190,8 @@ class StepRunner:
         synchronize_batchnorm(module, mesh)
         self.weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self.weigher, self.cut)
-        self.form, self._skipped = FormWatch(module.device), SkippedSteps(module, mesh)
+        self.form = FormWatch(module.device, has_values=world.has_values)
+        self._skipped = SkippedSteps(module, mesh)
         self.counts = CountedBuffers(module, mesh, takes_parts=batch_layout.local_statistics)
         self.looks: StepLooks
         self.begun: tuple[StepContext, Sequence[Any], BatchDims, int]
