@@ -59,6 +59,8 @@ def search(
     nodes, devices, rest = run.nodes, run.devices, without_layout(fit)
     _check_tries(try_, try_seconds, nodes)
     given = _read(machine.config)
+    if machine.length and run.takes_length:
+        given.setdefault("data", {}).setdefault("init_args", {})["length"] = machine.length
     space = LayoutSpace(
         devices=nodes * devices,
         node=devices,
@@ -89,6 +91,8 @@ def search(
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
+    if machine.length and not run.takes_length:
+        print(f"Its data keep their own length; the prediction is for {machine.length} tokens.")
     if rest:
         print(f"It leaves out what the command line said; give fit the same: {shlex.join(rest)}")
 

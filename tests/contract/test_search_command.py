@@ -63,7 +63,7 @@ def test_fit_runs_the_layout_that_search_wrote(
     config.write_text(asked)
     out = tmp_path / "found.yaml"
     words = ("--device", "h100", "--nodes", 1, "--devices", 2, "--samples", 16, "--out", out)
-    words = (*words, "--data.init_args.max_bytes=90000")
+    words = (*words, "--length", 32, "--data.init_args.max_bytes=90000")
     status, said, _ = command(monkeypatch, capsys, "search", "--config", config, *words)
     assert status == 0
     assert re.search(r"step, s +tokens/s +MFU +GiB +bubble +layout", said)
@@ -74,6 +74,7 @@ def test_fit_runs_the_layout_that_search_wrote(
     chosen = found["trainer"]["strategy"]["init_args"]
     sizes = [chosen[f"{axis}_parallel_size"] for axis in ("tensor", "pipeline", "context", "data")]
     assert sizes[0] * sizes[1] * sizes[2] * sizes[3] == found["trainer"]["devices"] == 2
+    assert found["data"]["init_args"]["length"] == 32
     samples = found["data"]["init_args"]["batch_size"] * sizes[3]
     assert samples * found["trainer"]["accumulate_grad_batches"] == 16
     assert "callbacks" not in found["trainer"] or not found["trainer"]["callbacks"]

@@ -165,7 +165,7 @@ class PlannedRun:
         module = self._run.model
         config = getattr(module, "config", None)
         source = "--length"
-        if length is None and "length" in self._own_settings:
+        if length is None and self.takes_length:
             length, source = int(self._own_settings["length"]), "data.init_args.length"
         own = type(module).__module__.startswith("lightning_par.")
         # It trains all of its weights: no need to build it.
@@ -190,6 +190,11 @@ class PlannedRun:
             source += "; --length says another"
         self._sources.append(f"tokens of a sample: {shape.length}, from {source}")
         return shape
+
+    @property
+    def takes_length(self) -> bool:
+        """Whether the data module is told how long a sample is."""
+        return "length" in self._own_settings
 
     @property
     def _own_settings(self) -> Mapping[str, Any]:
