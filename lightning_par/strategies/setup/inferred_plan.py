@@ -24,6 +24,7 @@ from torch import nn, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.engine.batch import has_entry
+from lightning_par.engine.rng import seed_all_generators
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.inference.examples import runs_of
 from lightning_par.inference.forked import ForkError, run_forked
@@ -214,6 +215,8 @@ def _step_of(module: nn.Module) -> str:
 def _infer(
     module: nn.Module, sizes: ParallelSizes, containers: tuple[str, ...], step: str
 ) -> ParallelPlan:
+    # Every rank infers by itself. A step may choose its layers at random, as with LayerDrop.
+    seed_all_generators(0, torch.device("cpu"))
     reason = ""
     try:
         example = first_samples(module, replicas=sizes.data)

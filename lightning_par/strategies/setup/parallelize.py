@@ -6,6 +6,7 @@ host -> materialize and shard, unit by unit (whole replicas that compress gradie
 -> optimizer
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,7 @@ from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import connect, group_name, StageLink
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.engine.tensor.styles import copy_first_gradients
+from lightning_par.errors import PlanError
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
@@ -85,8 +87,13 @@ def parallelize(  # house: the order, in one place
         processes: Hold the other ranks, decisions, and where steps and actions of the pipeline are
             written down.
 
-    **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
+    Raises:
+        PlanError: On every rank, if some have another plan.
+
+    **Communicates**: a number made of the plan, over all ranks; a seed, and the values of
+    parameters that are not on meta, from rank 0 to all.
     """
+    _check_agreement(module, resolved, device)
     # Notes the plain module, which the user gets back after the run, before anything is changed.
     forms = ModuleForms(module)
     if record is not None and mesh.sizes.world_size > 1 and not module.trainer.ckpt_path:
@@ -383,6 +390,28 @@ def _apply_context(
     apply_context_parallel(module, resolved, shard)
     divide_attention(module, resolved.plan.batch, shard)
     return ShardedSequence(shard, resolved.plan, mesh)
+
+
+def _check_agreement(
+    module: pl.LightningModule, resolved: ResolvedPlan, device: torch.device
+) -> None:
+    """Refuse plans that differ between ranks: each infers its own from a step of the user's."""
+    plan = resolved.plan
+    parts = plan.blocks, plan.first, plan.last, plan.replicated, plan.sequence_region
+    text = repr((parts, sorted(plan.tensor.items()), sorted(plan.refusals)))
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    # One maximum finds the largest number and, by its negative, the smallest.
+    found = torch.tensor([number, -number], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest, smallest = found.tolist()
+    if largest != -smallest:
+        raise PlanError(
+            "LP211",
+            f"the ranks have different plans for {type(module).__name__}: each infers it from the "
+            "first samples of its own data, and the layers that the step calls differ. Declare "
+            "parallel_plan() on the model (`lightning-par plan` prints the one found here), or let "
+            "the step choose its layers alike on all ranks.",
+        )
 
 
 def _agree_on_seed(device: torch.device) -> int:

@@ -28,19 +28,20 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.collectives import all_reduce
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 
 __all__ = ["CountedBuffers", "StageBuffers", "buffers_of", "put_buffers"]
 
 _TOLERANCE = 1e-4
-_WITH_BUFFERS = ("torch.ao.", "torch.nn.utils.")
-"""Packages of torch whose modules have buffers of their own, beside the norms over a batch."""
+_OBSERVERS = "torch.ao."
+"""Package of torch whose modules note the ranges of what passes through them."""
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the buffers that code of users' may change: those of torch's own layers
-    have rules of their own, and some stand for the parameters of another stage.
+    """Return copies of the buffers that code of users' may change: norms over a batch and
+    observers of torch have rules of their own, and some stand for the parameters of another stage.
     """
     return {
         f"{place}.{name}".removeprefix("."): buffer.detach().clone()
@@ -52,13 +53,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def put_buffers(module: nn.Module, named: Mapping[str, Tensor]) -> None:
-    """Give a module these tensors as its buffers; those that stand for a parameter of another stage
-    are left out.
+    """Give a module these tensors as its buffers; those of another stage, and those that stand for
+    a parameter of one, are left out.
     """
     for name, value in named.items():
-        place, _, own = name.rpartition(".")
-        part = module.get_submodule(place)
-        if own not in part._parameters:
+        *place, own = name.split(".")
+        part = module
+        for word in place:
+            part = part if isinstance(part, StageStub) else part.get_submodule(word)
+        if not isinstance(part, StageStub) and own not in part._parameters:
             setattr(part, own, value)
 
 
@@ -70,7 +73,7 @@ def _is_users(part: nn.Module) -> bool:
     packages = {kind.__module__.partition(".")[0] for kind in type(part).__mro__}
     if not packages <= {"torch", "lightning_par", "builtins", "typing"}:
         return True
-    has_own = hasattr(part, "running_mean") or type(part).__module__.startswith(_WITH_BUFFERS)
+    has_own = hasattr(part, "running_mean") or type(part).__module__.startswith(_OBSERVERS)
     return "lightning_par" not in packages and not has_own
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, Tensor
+from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
@@ -284,6 +285,15 @@ def count_calls(block: Any, _: Any) -> None:
 @CASES.add(equal="pp2", large="tp2 zero1 pp2_interleaved zero1pp2", strategy={"verify": False})
 def steps_that_a_block_counts() -> Any:
     return PlainModule(CountingSteps()), token_pairs()
+
+
+@CASES.add(equal="pp2 pp2_interleaved", large="zero1 zero3 zero1pp2", strategy={"verify": False})
+def vectors_of_spectral_norms() -> Any:
+    """Each forward takes one step of a power iteration, whatever its samples are."""
+    module = PlainModule()
+    for block in module.net.blocks:
+        spectral_norm(block.mlp.up)
+    return module, token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

@@ -1,5 +1,6 @@
 """Modules of known structures that declare no plan: it is inferred, and equals one process."""
 
+import random
 from typing import Any
 
 import pytest
@@ -378,6 +379,30 @@ def step_that_logs_its_learning_rate() -> Any:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
     return Module(structures.LanguageModel()), token_pairs()
+
+
+class _Dropping(structures.LanguageModel):
+    """Leaves layers out: at random, as with LayerDrop, or by a test."""
+
+    keeps: Any = staticmethod(lambda: random.random() < 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        for layer in self.layers:
+            hidden = layer(hidden) if self.keeps() else hidden
+        return self.head(self.norm(hidden))
+
+
+@CASES.add(equal="tp2", strategy={"verify": False})
+def layers_left_out_at_random() -> Any:
+    return Planless(_Dropping()), token_pairs()
+
+
+@CASES.add(refused={"tp2": "ranks have different plans"}, strategy={"verify": False})
+def layers_left_out_by_rank() -> Any:
+    module = Planless(_Dropping())
+    module.net.keeps = lambda: module.trainer.global_rank == 0
+    return module, token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
