@@ -220,7 +220,7 @@ class FirstLook:
             is_random = found.is_random
             if is_whole and not found.seen and self._layout.labels is None:
                 raise ConfigurationError("LP309", refusal_of_uncounted(self._layout))
-            found = self._told_better(rules, found, (batch, parts[0][0]), dims, microbatches, run)
+            found = self._told_better(rules, found, batch, dims, microbatches, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
@@ -373,7 +373,7 @@ class FirstLook:
         self,
         rules: Sequence[LossRule],
         found: _Finding,
-        batches: tuple[Any, Any],
+        batch: Any,
         dims: BatchDims,
         microbatches: int,
         run: RunParts,
@@ -383,14 +383,14 @@ class FirstLook:
         Args:
             rules: Those that may hold.
             found: By all replicas.
-            batches: That of this replica, and its samples that were looked at.
+            batch: That of this replica.
             dims: Which entries have a batch dim.
             microbatches: Into how many a batch is cut.
             run: Runs the step.
         """
 
         def tried(*rows: list[int]) -> _Finding | None:
-            cut = [(take_samples(batches[0], dims, each), len(each)) for each in rows]
+            cut = [(take_samples(batch, dims, each), len(each)) for each in rows]
             return self._try(rules, cut, run)
 
         if found.samples == 1 and not found.is_random:
@@ -403,11 +403,14 @@ class FirstLook:
             return found if halved is None else replace(halved, samples=found.samples)
         if found.samples >= 4 and not found.seen:
             # In the order of the halves: a step that draws for the samples gives each its numbers.
+            # A mean over groups of samples is one over samples where groups are equally large.
+            uneven = [0, 0, 0, found.samples - 1]
             if found.samples // microbatches >= 2:
-                others = [([0, 2, 1, 3], [0, 2], [1, 3])]
-                return self._crossed(rules, found, batches[1], dims, run, others)
-            others = [([row, row + 1], [row], [row + 1]) for row in range(3)]
-            return self._crossed(rules, found, batches[0], dims, run, others)
+                others = [[[0, 2, 1, 3], [0, 2], [1, 3]], [uneven, uneven[:2], uneven[2:]]]
+            else:
+                others = [[[row, row + 1], [row], [row + 1]] for row in range(3)]
+                others.append([uneven, *([row] for row in uneven)])
+            return self._crossed(rules, found, batch, dims, run, others)
         return found
 
     def _crossed(
@@ -417,7 +420,7 @@ class FirstLook:
         batch: Any,
         dims: BatchDims,
         run: RunParts,
-        others: Sequence[tuple[list[int], ...]],
+        others: Sequence[Sequence[list[int]]],
     ) -> _Finding:
         """Return what was found on some samples and two parts of them, with the errors of other
         samples: one choice (`topk`, tokens that count) may give the same by chance.

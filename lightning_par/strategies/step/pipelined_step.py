@@ -283,17 +283,20 @@ class PipelinedSteps:
         key, count = ("first look",), len(batches)
         self._left.clear()
         self._attributes.begin()
-
-        def has_failed() -> bool:
-            return refusal() is not None
-
+        has_failed: Callable[[], bool] = lambda: refusal() is not None  # noqa: E731
         learns = name == "training_step" and count > 1 and not self._buffers.is_known
         # Copies, as the step may write into its batch.
         again = [map_tensors(b, Tensor.clone) for b in (*batches[1:], batches[1])] if learns else []
+        given = name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
         with torch.no_grad(), self._buffers.look(count - 1) if learns else nullcontext():
-            run = self._forward_only(
-                name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
-            )
+            run = self._forward_only(*given, cut=(0, 1))
+            before = self._attributes.numbers(before=True)
+            # As between steps: what the last stage has kept of samples, the others may read.
+            kept = self._attributes.changes() if run.results else {}
+            self._take_attributes(self._attributes_sent.broadcast(kept))
+            self._attributes.begin()
+            if count > 1:
+                run.results |= self._forward_only(*given, cut=(1, None)).results
         found = None
         if len(run.results) == count + len(again) and not has_failed():
             ends = range(count)
@@ -301,7 +304,6 @@ class PipelinedSteps:
             if name == "training_step":
                 losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             returned = [returned_numbers(name, run.results[i]) for i in ends]
-            before = self._attributes.numbers(before=True)
             # A rehearsal has results without the last stage.
             after = [self._left[i] for i in sorted(self._left)]
             left = left_numbers(name, before, after) or [[] for _ in calls]
@@ -324,11 +326,15 @@ class PipelinedSteps:
         calls: list[list[LogCall]],
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
+        cut: tuple[int, int | None] = (0, None),
     ) -> PipelineRun:
-        step = self._stepper(name, context, parts, rest, key, calls, followed)
-        signatures = [signature(part, name) for part in parts]
-        schedule = forward_only(self._rank_of_stage, len(parts))
-        return self.executor.run(schedule, step, signatures, None, has_failed=has_failed)
+        run = self._stepper(name, context, parts, rest, key, calls, followed)
+        numbers = range(len(parts))[slice(*cut)]
+        schedule = forward_only(self._rank_of_stage, len(numbers))
+        given = lambda i: run(numbers[i]), [signature(parts[n], name) for n in numbers], None
+        found = self.executor.run(schedule, *given, has_failed=has_failed)
+        found.results = {numbers[i]: result for i, result in found.results.items()}
+        return found
 
     def cut(
         self, batch: Any, dims: BatchDims, count: int | None = None

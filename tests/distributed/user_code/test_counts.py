@@ -59,6 +59,31 @@ def a_mean_for_each_class_whose_counts_tie_at_first() -> Any:
     return Module(), [{"x": a, "kinds": kind} for (a, _), kind in pairs]
 
 
+def _mean_for_each_kind(kinds: int) -> Any:
+    """Every sample is of one kind; the kinds count alike, whatever their numbers of samples."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            losses = F.softplus(-self.net(batch["x"]).mean((1, 2)))
+            groups = [losses[batch["kind"] == kind] for kind in range(kinds)]
+            return torch.stack([group.mean() for group in groups if len(group)]).mean()
+
+    pairs = enumerate(token_pairs())
+    return Module(), [
+        {"x": a, "kind": i % kinds if i < 16 else i % 5 % kinds} for i, (a, _) in pairs
+    ]
+
+
+@CASES.add(equal="pp2_one_microbatch", refused={"pp2 zero1": r"(?s)neither the mean.*LP309"})
+def a_mean_for_each_of_two_kinds_of_samples_that_tie_at_first() -> Any:
+    return _mean_for_each_kind(2)
+
+
+@CASES.add(refused={"pp2": r"(?s)neither the mean.*LP309"}, strategy={"num_microbatches": 8})
+def a_mean_for_each_of_three_kinds_of_samples() -> Any:
+    return _mean_for_each_kind(3)
+
+
 @CASES.add(equal="zero1 pp2")
 def samples_without_a_label_left_out_later() -> Any:
     """A micro-batch may have no other sample: its loss is the mean over none."""
