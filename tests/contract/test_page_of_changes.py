@@ -128,7 +128,7 @@ PROOFS: dict[str, str] = {
         uncommon_steps::the_hardest_samples_of_a_batch""",
     "a loss that depends on what every step moves on: a count of steps, power iterations of a "
     "spectral norm": "side_effects::state_that_every_step_moves_on",
-    "a loss that takes another form after some steps: a term that begins later, `topk` after a "
+    "a loss whose formula changes after some steps: a term that begins later, `topk` after a "
     "warm-up": """
         losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on
         losses::a_sum_from_the_third_step_on end_of_run::hard_samples_from_the_third_step_on
