@@ -51,10 +51,10 @@ def share_joint_batch(
     except (CannotJoinError, ValueError) as error:
         raise ConfigurationError(
             "LP326",
-            f"a step takes batches of {len(shares)} data loaders, of which one cannot be divided "
-            f"equally among {replicas} replicas, and the batches of the replicas cannot be joined "
-            f"instead: {error}. Pass drop_last=True to these loaders, or let them pad all samples "
-            "to one length.",
+            f"a step takes a batch from each of {len(shares)} data loaders. The samples of one of "
+            f"these batches cannot be divided equally among {replicas} replicas, and joining the "
+            f"batches of all replicas into one fails: {error}. Pass drop_last=True to these "
+            "loaders, or let them pad all samples to one length.",
         ) from error
     is_first = mesh.data_rank == 0
     share = Share(smallest=0, fills=not is_first, is_even=False, is_whole=True)

@@ -251,8 +251,8 @@ class ReplicaBatches:
         if is_same:
             return entries
         rank_zero_warn(
-            "the sampler of the data loader gives another order of samples than it gave in the run "
-            "that was saved, so that nobody knows which are still to come: the epoch begins again. "
+            "the sampler of the data loader returns a different order of samples than in the run "
+            "that was saved, so it is not known which are left: the epoch begins again. "
             "Let it draw from torch, NumPy or random, or from a torch.Generator in its attribute "
             "`generator`, or compute its order from what it is told by set_epoch(epoch)."
         )

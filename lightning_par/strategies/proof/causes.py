@@ -76,21 +76,24 @@ _COMPARED = {
     "loss": "the loss of the forward, which comes before gradients and the update.",
     "gradient": (
         "the losses, which are equal, and then the gradients before hooks and clipping; that of "
-        "this parameter differs most for its size."
+        "this parameter has the largest relative difference."
     ),
     "handed": (
         "the losses and the gradients, which are equal, and then what hooks and clipping make of "
-        "the same gradients; that of this parameter differs most for its size."
+        "the same gradients; that of this parameter has the largest relative difference."
     ),
     "weight": (
         "the losses and the gradients, which are equal, and then the weights that the optimizer, "
-        "hooks and callbacks make of the same gradients; this one differs most for its update."
+        "hooks and callbacks make of the same gradients; this one has the largest difference, "
+        "relative to its update."
     ),
     **dict.fromkeys(
         ("log", "metric", "output"),
         "what the step logs, its metrics for this batch, and what it returns, in this order.",
     ),
-    "closure": "the losses and the gradients, which are equal, and how often there are some.",
+    "closure": (
+        "the losses and the gradients, which are equal, and how often the optimizer computed them."
+    ),
 }
 
 
@@ -122,9 +125,9 @@ def _facts(difference: Difference, found: Findings) -> Iterator[str]:
         yield found.again
     if found.draws:
         yield (
-            "the step draws random numbers besides dropout, and one process draws others. Draw "
-            "them where the data is made (in the dataset or collate_fn), or from a generator that "
-            "is seeded by the sample."
+            "the step draws random numbers besides dropout, and one process draws different ones. "
+            "Draw them where the data is made (in the dataset or collate_fn), or from a generator "
+            "that is seeded by the sample."
         )
     if difference.factor is not None and kind in ("gradient", "handed", "weight"):
         what = "update" if kind == "weight" else "gradient"
@@ -142,10 +145,11 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
         cures += ["data_parallel_size=1"] * (sizes.data > 1)
         yield (
-            f"{' and '.join(cures)}. If the step is equal then, the loss is no mean over the "
-            "samples or labels of the batch: say how it weighs (BatchLayout(labels=...), "
-            "BatchLayout(loss_weight=...)); a loss between samples, entries without a batch dim "
-            "and values that blocks leave on attributes or in hooks stay equal in this way only."
+            f"{' and '.join(cures)}. If the step is equal then, the loss is not a mean over the "
+            "samples or labels of the batch: declare what it is a mean over "
+            "(BatchLayout(labels=...), BatchLayout(loss_weight=...)). Keep these sizes for a loss "
+            "that compares samples, for entries without a batch dim, and for values that blocks "
+            "store on attributes or in hooks."
         )
     if sizes.context > 1:
         yield (
@@ -391,8 +395,8 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
         )
     elif kind in ("loss", "gradient") and found.draws:
         yield (
-            "random numbers besides dropout: one process draws others. Draw them where the data is "
-            "made, or from a generator that is seeded by the sample."
+            "random numbers besides dropout: one process draws different ones. Draw them where the "
+            "data is made, or from a generator that is seeded by the sample."
         )
     elif found.are_parts:
         yield from _causes_of_parts(difference, found)
@@ -411,8 +415,9 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
         )
     else:
         yield (
-            "an optimizer or a hook that looks across parameters or at the number of ranks: each "
-            "rank holds a part. Use one that works entry by entry, or let it gather what it reads."
+            "an optimizer or a hook that computes a norm or a sum over entries of several ranks, "
+            "or uses the number of ranks. Each rank holds a part of the weights: use one that "
+            "works entry by entry, or let it gather what it reads."
         )
 
 

@@ -279,7 +279,7 @@ class _Comparison:
         for name, wanted in self.one.logs.items():
             calls = [held.get(name, []) for held in logged]
             if name in self.told:
-                self.notes.append(f"{name!r} is another one on replicas, as a warning says")
+                self.notes.append(f"{name!r} differs on replicas, as a warning says")
             elif any(len(made) != len(wanted) for made in calls):
                 self.notes.append(f"{name!r} is not logged as often on one process")
             elif len(parts) > 1 and not calls[0][0][-1]:
@@ -289,7 +289,7 @@ class _Comparison:
                 yield from measure_values("log", name, got, wanted, tolerance)
         for name in self.one.metrics.keys() & metrics.keys():
             if OF_METRIC + name in self.told:
-                self.notes.append(f"the metric {name!r} is another on replicas, as a warning says")
+                self.notes.append(f"the metric {name!r} differs on replicas, as a warning says")
                 continue
             got, wanted = (tree_leaves(held[name]) for held in (metrics, self.one.metrics))
             yield from measure_values("metric", name, got, wanted, tolerance)

@@ -121,8 +121,8 @@ class OtherStep:
         if difference is not None and draws:
             if len(batches[0]) < len(self.shares[0]) and not are_parts:
                 raise CannotProveError(
-                    "it draws random numbers, and ranks that share samples draw others than one "
-                    "process. Set dropout to 0 for the proof"
+                    "it draws random numbers, and those of ranks that share samples differ from "
+                    "those of one process. Set dropout to 0 for the proof"
                 )
             if are_parts:
                 whole = self._run(joined, 0, drops=False)
@@ -214,7 +214,7 @@ class OtherStep:
         held = [pickle.loads(share.batch) for share in shares]
         own = zip(shares, held, strict=True)
         if not all(_alike(batch, batches[0][share.replica]) for share, batch in own):
-            self.notes.append("ranks that share the samples of a replica have other batches")
+            self.notes.append("the ranks of one replica have different batches")
         if any(_alike(batches[0][0], batch) for batch in batches[0][1:]):
             self.notes.append(
                 "replicas have the same batch: their data loaders need a DistributedSampler"

@@ -58,7 +58,7 @@ def part_batch(replicas: Sequence[Any], steps: StepRunner, *, sums: bool) -> Par
     cut = [list(zip(*steps.cut(batch), strict=True)) for batch in replicas]
     if sums:
         if any(isinstance(module, _OF_ONE_PART) for module in steps.module.modules()):
-            raise CannotJoinError("BatchNorm sums no statistics over the replicas, others do")
+            raise CannotJoinError("SyncBatchNorm has statistics of all replicas, BatchNorm of one")
         each = (zip(*of_one, strict=True) for of_one in zip(*cut, strict=True))
         cut = [[(join_batches(parts), sum(sizes)) for parts, sizes in each]]
     held = [pair for of_replica in cut for pair in of_replica]

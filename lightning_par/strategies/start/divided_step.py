@@ -169,11 +169,11 @@ class DividedLook:
         dist.all_gather_object(every, (error, leaves, logged, replica, draws))
         for failed, left, others, _, _ in every:
             if failed:
-                return {"": f"on divided ones it fails ({failed})"}
+                return {"": f"on divided sequences it fails ({failed})"}
             if left:
                 return {"": f"it leaves values in self.{', self.'.join(left)}"}
             if others != logged and not trains:
-                return {"": "on divided ones ranks log different values"}
+                return {"": "on divided sequences ranks log different values"}
         self._check_logs([(first, others) for _, _, others, first, _ in every])
         if seen is None or weights is None or any(drawn for *_, drawn in every):
             return {} if trains else {"": "it draws random numbers"}
@@ -271,7 +271,7 @@ class DividedLook:
             if call.name in wanted_logs:
                 values[call.name] = float(joined), wanted_logs[call.name]
         for name, (value, wanted) in values.items():
-            text = f"{name or 'the loss'} is {value:.6g} on divided ones, {wanted:.6g} on whole"
+            text = _apart(name or "the loss", value, wanted)
             # Absolute 1e-9: two losses of 0 differ by rounding only.
             if not math.isclose(value, wanted, rel_tol=tolerance, abs_tol=1e-9):
                 if math.isfinite(value) and math.isfinite(wanted):
@@ -281,7 +281,7 @@ class DividedLook:
         kinds = compare_metrics(whole.metrics[0], seen.metrics[0], tolerance)
         for name, kind in kinds.items():
             if kind:
-                found[name] = f"{name} gets other values on divided ones"
+                found[name] = f"{name} gets different values on divided sequences"
             elif not trains and _tells_nothing(whole.metrics[0][name.removeprefix("self.")]):
                 found[name] = _UNDECIDED
         return found
@@ -306,7 +306,7 @@ class DividedLook:
             )
             is_other = not math.isclose(ours, one, rel_tol=tolerance)
             if is_other and math.isclose(even, one, rel_tol=tolerance):
-                found[""] = f"a term of the loss is {ours:.6g} on divided ones, {one:.6g} on whole"
+                found[""] = _apart("a term of the loss", ours, one)
         return found
 
     def _refusal(self, difference: str) -> str:
@@ -318,16 +318,20 @@ class DividedLook:
                 "yourself from it and the logits, token by token"
             )
         return (
-            f"context_parallel_size={self._mesh.sizes.context}: training_step computes something "
-            f"else on divided sequences: {difference}. A rank sees its own tokens, with labels "
-            "that are shifted already, so a step must not shift, slice or pool them, and its loss "
-            "is a mean over the labels that BatchLayout declares (labels=, ignore_index=), or "
-            f"weighed by loss_weight=. Shift labels in the data, {cure}; or use "
-            "context_parallel_size=1. No weight was changed."
+            f"context_parallel_size={self._mesh.sizes.context}: the result of training_step "
+            f"changes if sequences are divided: {difference}. A rank sees its own tokens only, and "
+            "labels that are shifted already, so a step must not shift, slice or pool tokens. Its "
+            "loss has to be a mean over the labels that BatchLayout declares (labels=, "
+            f"ignore_index=), or weighted by loss_weight=. Shift labels in the data, {cure}; or "
+            "use context_parallel_size=1. No weight was changed."
         )
 
 
 _UNDECIDED = "undecided"
+
+
+def _apart(name: str, divided: float, whole: float) -> str:
+    return f"{name} is {divided:.6g} on divided sequences, {whole:.6g} on whole ones"
 
 
 def _joined_as(call: LogCall) -> tuple[str, str, bool]:

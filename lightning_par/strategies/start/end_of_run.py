@@ -114,10 +114,10 @@ class EndOfRun:
             raise ConfigurationError(
                 "LP309",
                 f"{type(self._module).__name__}.training_step: in the first step the loss is "
-                f"{first.name}, and in step {last[0]}, the last of this run, {found.name}. Give it "
-                "one form from the first step on, or use num_microbatches=1 and "
-                "data_parallel_size=1. If this run is to end before, say so by max_steps= or "
-                "max_epochs=. No weight was changed.",
+                f"{first.name}, and in step {last[0]}, the last of this run, {found.name}. Use one "
+                "formula from the first step on, or num_microbatches=1 and data_parallel_size=1. "
+                "If this run is to end before that step, set max_steps= or max_epochs=. No weight "
+                "was changed.",
             )
 
 

@@ -273,8 +273,8 @@ class FirstLook:
             self.look(batch, dims, microbatches, run)
         except ConfigurationError as error:
             error.add_note(
-                f"The loss took another form in step {step}: the steps before were looked at, and "
-                "were right. Nothing of this step was kept."
+                f"The formula of the loss changed in step {step}. The steps before it were "
+                "checked, and are correct. Nothing of this step was kept."
             )
             raise
         now = weigher.weigh(*parts)
@@ -285,9 +285,9 @@ class FirstLook:
             cure += ["data_parallel_size=1"] * (sizes.data > 1)
             raise ConfigurationError(
                 "LP309",
-                f"{type(self._module).__name__}.training_step: in step {step} the loss takes "
-                f"another form: it was {before.name} so far, and is {weigher.rule.name} now, by "
-                "which the gradients of this step were not weighed. Give it one form from the "
+                f"{type(self._module).__name__}.training_step: the formula of the loss changed in "
+                f"step {step}. So far the loss was {before.name}, now it is {weigher.rule.name}, "
+                "but the gradients of this step were weighted as before. Use one formula from the "
                 f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
             )
 

@@ -45,9 +45,9 @@ def warn_of_own_outputs(
             attributes = ", ".join(f"self.{name}" for name in read)
             rank_zero_warn(
                 f"{step} keeps values in {attributes}, which {hook} reads: each of {replicas} "
-                "replicas has those of its own samples, where one process has those of all, so "
-                "that a mean over them may be another one. Give what the step computes to a "
-                "torchmetrics metric, which is joined over the replicas, or join it in the hook: "
+                "replicas has the values of its own samples, where one process has those of all, "
+                "so a mean over them may differ. Give what the step computes to a torchmetrics "
+                "metric, which is joined over the replicas, or join it in the hook: "
                 "self.all_gather(values)."
             )
             return
@@ -73,7 +73,7 @@ def warn_of_logs(step: str, names: frozenset[str]) -> None:
         rank_zero_warn(
             f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
             "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
-            "where one process would log another number. Log what it is computed from, and "
+            "where one process would log a different number. Log what it is computed from, and "
             "compute it at the end of the epoch; or use a torchmetrics metric, or "
             "reduce_fx='max'."
         )

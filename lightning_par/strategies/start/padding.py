@@ -86,23 +86,23 @@ class PaddingLook:
         if draws:
             rank_zero_warn(
                 f"{name}.training_step draws random numbers, and the batches of replicas have "
-                "other lengths, as each is padded to its own longest row. Numbers that it draws "
-                "for tokens are then others than one process draws, of the same distribution. Pad "
-                "all batches to one length in the collate_fn for equal ones."
+                "different lengths, as each is padded to its own longest row. So the numbers that "
+                "it draws for tokens differ from those of one process; their distribution is the "
+                "same. To draw equal numbers, pad all batches to one length in the collate_fn."
             )
         elif known < 0:
             rank_zero_warn(
-                f"{name}.training_step: the batches of replicas have other lengths, as each is "
-                "padded to its own longest row, and nothing shows whether padding weighs in the "
-                "loss, as it must not. Pad all batches to one length in the collate_fn if it does."
+                f"{name}.training_step: the batches of the replicas have different lengths, as "
+                "each is padded to its own longest row. Whether the padding changes the loss could "
+                "not be tested. If it does, pad all batches to one length in the collate_fn."
             )
         elif known > self._tolerance():
             raise ConfigurationError(
                 "LP327",
                 f"{name}.training_step: the batches of the replicas have different lengths, as "
-                "each is padded to its own longest row, and padding weighs in the loss: with fewer "
-                f"columns of padding the loss changes by a fraction of {float(known):.2g}. One "
-                "process would pad all rows to one length. Leave padding out of the loss "
+                "each is padded to its own longest row, and the padding changes the loss: with "
+                f"less padding the loss differs by {100 * float(known):.2g} %. One process would "
+                "pad all rows to one length. Leave padding out of the loss "
                 "(ignore_index, or a mask by whose sum it is divided), or pad all batches to one "
                 "length in the collate_fn, or use data_parallel_size=1. No weight was changed.",
             )

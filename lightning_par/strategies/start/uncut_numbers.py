@@ -83,11 +83,11 @@ def check_uncut_numbers(
         raise ConfigurationError(
             "LP309",
             f"{type(module).__name__}.training_step: its loss depends on "
-            f"{', '.join(map(repr, sorted(names)))} of the batch, which each replica has of its "
-            "own rows, as where a collate_fn counts labels, or divides weights by their sum. One "
-            "process has that of all rows, by which the loss would be another one. Compute it in "
-            "the step, of the tensors of the batch, as (labels != -100).sum(), which is seen "
-            "there; or use data_parallel_size=1. No weight was changed.",
+            f"{', '.join(map(repr, sorted(names)))} of the batch, which on each replica is that "
+            "of its own rows, such as a number of labels that a collate_fn counts, or weights that "
+            "it divides by their sum. On one process it is that of all rows, so the loss would "
+            "differ. Compute it in the step from the tensors of the batch, as by "
+            "(labels != -100).sum(); or use data_parallel_size=1. No weight was changed.",
         )
 
 

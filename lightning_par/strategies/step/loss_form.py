@@ -242,10 +242,10 @@ class FormWatch:
 
     def _warn(self) -> None:
         warnings.warn(
-            "the loss has another form, or other weights, than in the first step: with a scaled "
-            "loss (16-mixed) or on_nonfinite='ignore' it is not looked at again. Train with "
-            "bf16-mixed or float32 and on_nonfinite='raise' to have it looked at, or give it one "
-            "form from the start.",
+            "the formula or the weights of the loss have changed since the first step, and are not "
+            "checked again with a scaled loss (16-mixed) or on_nonfinite='ignore'. To have them "
+            "checked, train with bf16-mixed or float32 and on_nonfinite='raise'; or use one "
+            "formula from the start.",
             stacklevel=2,
         )
 
@@ -283,9 +283,9 @@ class FormWatch:
                 "LP309",
                 f"training_step: its first batches show that the loss is {self.confirms.rule}, "
                 "by which micro-batches, replicas or context ranks were weighed. The loss of this "
-                "batch is a mean over another number of labels or samples. Declare which label is "
-                "ignored, ParallelPlan(batch=BatchLayout(labels=..., ignore_index=...)), or a "
-                "function of the batch that returns over how many the loss is the mean, "
+                "batch is a mean over a different number of labels or samples. Declare which "
+                "label is ignored, ParallelPlan(batch=BatchLayout(labels=..., ignore_index=...)), "
+                "or a function of the batch that returns over how many the loss is the mean, "
                 "BatchLayout(loss_weight=...). Nothing of this step was kept.",
             )
         if differs:

@@ -71,7 +71,7 @@ def _attending() -> nn.Module:
     return net
 
 
-@CURES.add("LP322", r"declares \(labels=, ignore_index=\), or weighed by loss_weight=", "cp2")
+@CURES.add("LP322", r"declares \(labels=, ignore_index=\), or weighted by loss_weight=", "cp2")
 def class_weights_on_divided_sequences(cured: bool) -> Any:
     classes = torch.linspace(0.1, 3.0, 64, dtype=torch.float64)
 
@@ -134,19 +134,19 @@ class _RegressesTokens(PlainModule):
         return (errors * weights).sum() / weights.sum()
 
 
-@CURES.add("LP327", r"padding weighs in the loss.*pad all batches to one length", "zero3")
+@CURES.add("LP327", r"padding changes the loss.*pad all batches to one length", "zero3")
 def padding_of_other_lengths(cured: bool) -> Any:
     return _RegressesTokens(), _ragged_pairs(), _padded(12 if cured else None)
 
 
-@CURES.add("LP327", r"padding weighs in the loss.*a mask by whose sum it is divided", "zero1")
+@CURES.add("LP327", r"padding changes the loss.*a mask by whose sum it is divided", "zero1")
 def padding_in_a_mean(cured: bool) -> Any:
     module = _RegressesTokens()
     module.leaves_padding_out = cured
     return module, _ragged_pairs(), _padded()
 
 
-@CURES.add("LP327", r"padding weighs in the loss.*pad all batches to one length", "zero1")
+@CURES.add("LP327", r"padding changes the loss.*pad all batches to one length", "zero1")
 def padding_that_comes_later(cured: bool) -> Any:
     """The first batch has rows of one length."""
     pairs = _ragged_pairs()

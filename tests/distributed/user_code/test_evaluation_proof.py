@@ -145,7 +145,7 @@ def test_a_difference_ends_the_run_on_every_rank(
 def test_what_a_warning_has_named_ends_no_run() -> None:
     found = run_ranks(_run, 2, "zero3", ["validate"], "unweighted", timeout=120)
     (said,) = found[0][0].values()
-    assert "the metric 'mean' is another on replicas, as a warning says" in said
+    assert "the metric 'mean' differs on replicas, as a warning says" in said
     assert [error for _, error in found] == ["", ""]
 
 

@@ -74,7 +74,7 @@ def scaled(kind: str, **more: Any) -> Any:
     return module, samples, of_growing_length
 
 
-@CASES.add(refused={"cp2": "a term of the loss is .* on divided ones, .* on whole"})
+@CASES.add(refused={"cp2": "a term of the loss is .* on divided sequences, .* on whole"})
 def a_small_term_over_all_tokens() -> Any:
     class Module(Causal):
         def loss(self, batch: Any) -> Tensor:
@@ -102,7 +102,7 @@ class ShiftsByItself(Causal):
 
 
 @CASES.add(
-    refused={"cp2": "the loss is .* on divided ones, .* on whole.* an entry 'shift_labels'"},
+    refused={"cp2": "the loss is .* on divided sequences, .* on whole.* an entry 'shift_labels'"},
     strategy={"verify": False},
 )
 def training_that_shifts_labels() -> Any:

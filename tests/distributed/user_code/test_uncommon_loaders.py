@@ -234,7 +234,7 @@ def _fit_ragged(rank: int, world: int, drops: bool) -> int:
 
 
 def test_batches_that_cannot_be_joined_are_refused_with_a_cure_that_works() -> None:
-    with pytest.raises(RankError, match=r"batches of 2 data loaders.*drop_last=True.*LP326"):
+    with pytest.raises(RankError, match=r"from each of 2 data loaders.*drop_last=True.*LP326"):
         run_ranks(_fit_ragged, 2, False, timeout=60)
     assert run_ranks(_fit_ragged, 2, True, timeout=60) == [1, 1]
 
