@@ -178,7 +178,7 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
     name, config = type(model).__name__, model.config
     if stacks > 1:
         return (
-            f"{name} attends from one list of blocks to another, whose tokens are others. Use "
+            f"{name} attends from one list of blocks to another with different tokens. Use "
             "context_parallel_size=1."
         )
     if getattr(config, "output_router_logits", False):
@@ -188,16 +188,16 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return (
-            f"{name} attends within chunks of {config.attention_chunk_size} tokens by a mask of "
-            "its own, which divided sequences do not have. Set layer_types to 'full_attention' for "
-            "all layers in its configuration if no sequence is longer."
+            f"{name} limits attention to chunks of {config.attention_chunk_size} tokens by its own "
+            "mask, which is not applied to divided sequences. Set layer_types to 'full_attention' "
+            "for all layers in its configuration if no sequence is longer."
         )
     window = getattr(config, "sliding_window", None)
     is_used = window is not None and getattr(config, "use_sliding_window", True)
     if is_used and not _gives_window(model):
         return (
-            f"{name} attends within sliding_window={window} tokens by a mask of its own, which "
-            "divided sequences do not have. Set sliding_window=None in its configuration if no "
+            f"{name} limits attention to sliding_window={window} tokens by its own mask, which is "
+            "not applied to divided sequences. Set sliding_window=None in its configuration if no "
             "sequence is longer."
         )
     return None

@@ -85,8 +85,8 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
     if normalized:
         return Cut(
             refusal=f"{normalized[0]} ({type(model.get_submodule(normalized[0])).__name__}) takes "
-            "statistics over the batch, and a pipeline computes on micro-batches: the result would "
-            "be another. Use data parallelism, or a norm over a sample (GroupNorm, LayerNorm)."
+            "statistics over the batch, but a pipeline computes on micro-batches: the result would "
+            "differ. Use data parallelism, or a norm over a sample (GroupNorm, LayerNorm)."
         )
     chosen = _sized_by_values(trace)
     found: list[tuple[tuple[bool, float, int], Cut]] = []

@@ -143,8 +143,8 @@ def _compare_weights(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     # Never by zero, and of two zeros 0.
     apart = abs(norms[0] - norms[1]) / max(*norms, 1e-300)
     return (
-        f"not bit for bit equal; their norms {norms[0]:.9g} and {norms[1]:.9g} are {apart:.1e} of "
-        "them apart. Sums in another order round differently"
+        f"not bit for bit equal; their norms {norms[0]:.9g} and {norms[1]:.9g} have a relative "
+        f"difference of {apart:.1e}. Sums in a different order round differently"
     )
 
 

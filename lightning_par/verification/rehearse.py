@@ -410,7 +410,7 @@ def _built(
     wrong = [f"{name}={found[name]!r}" for name in wanted if found[name] != wanted[name]]
     wrong += ["no observer"] * (observer not in trainer.callbacks)  # type: ignore[attr-defined]
     if trainer.strategy.cluster_environment is not environment:
-        wrong.append("another environment")
+        wrong.append("a different cluster environment")
     if wrong:
         text = f"the Trainer that make() builds has {', '.join(wrong)}."
         raise ConfigurationError("LP918", f"{text} {_cure(wanted)}")

@@ -139,7 +139,8 @@ class CheckpointLoad:
             compression.load(kept)
         elif compression is not None and kept is not None:
             rank_zero_warn(
-                f"{ours['path']}: what compression left out of gradients on another mesh is lost."
+                f"{ours['path']}: the error that gradient compression remembered belongs to a "
+                "different mesh, and is lost."
             )
 
     def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:

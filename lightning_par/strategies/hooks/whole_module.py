@@ -204,9 +204,9 @@ def _check_writes(everywhere: list[tuple[bool, dict[str, tuple[str, int]]]]) -> 
     if any(others):
         raise ConfigurationError(
             "LP420",
-            f"whole(){user_line()} is left with parameters or buffers of other names, shapes or "
-            f"dtypes than before, by rank {others.index(True)}. Write values into those that are "
-            "there, as by p.data.mul_(mask); or change the module in __init__ or configure_model.",
+            f"inside whole(){user_line()} rank {others.index(True)} changed names, shapes or "
+            "dtypes of parameters or buffers. Write values into the existing tensors, as by "
+            "p.data.mul_(mask); or change the module in __init__ or configure_model.",
         )
     names = {name for found in writes for name in found}
     differ = sorted(n for n in names if len({found.get(n) for found in writes}) > 1)

@@ -192,7 +192,7 @@ class RankWatch:
         said, hook = self._describe(causes), hook_of(error)
         if causes.dead and hook:
             said += (
-                f" Or it met another exchange than that of this rank in {hook}, which ends a "
+                f" Or it called a different collective than this rank in {hook}, which ends a "
                 "process on gloo: call on every rank what runs there under "
                 "`if trainer.is_global_zero`."
             )

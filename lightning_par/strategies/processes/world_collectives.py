@@ -88,10 +88,11 @@ def _check_tokens(mesh: ParallelMesh, tensor: Tensor) -> None:
         raise ConfigurationError(
             "LP321",
             f"self.all_gather of {tuple(tensor.shape)} values gathers from the "
-            f"{mesh.sizes.data} replicas, but the {mesh.sizes.context} context-parallel ranks of "
-            "one hold other values, each of its own tokens. Log numbers with self.log(..., "
-            "reduce_fx='sum' or 'mean'), which joins them; or gather tokens from all ranks that "
-            "hold some: self.all_gather(x, group=self.trainer.strategy.mesh.token_group).",
+            f"{mesh.sizes.data} replicas, but the {mesh.sizes.context} context-parallel ranks of a "
+            "replica hold different values, each those of its own tokens. Log numbers with "
+            "self.log(..., reduce_fx='sum' or 'mean'), which joins them; or gather tokens from all "
+            "ranks that hold some: self.all_gather(x, "
+            "group=self.trainer.strategy.mesh.token_group).",
         )
 
 

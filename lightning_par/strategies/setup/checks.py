@@ -114,9 +114,9 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
         problems += [("LP916", text) for text in _compiled_problems(module, sizes)]
         problems += [("LP611", text) for text in averaging_problems(trainer, module, sizes)]
         problems += [
-            "the batch-size finder goes on until a rank is out of memory, where the others wait "
-            f"for it; it is not supported on {sizes}. Set the batch size yourself: lightning-par "
-            "rehearse tells what memory a step takes with it."
+            "the batch-size finder runs until a rank is out of memory, and the others then wait "
+            f"for this rank; it is not supported on {sizes}. Set the batch size yourself: "
+            "lightning-par rehearse tells what memory a step takes with it."
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, BatchSizeFinder)
         ]
@@ -306,9 +306,9 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
     texts = (
         f"{', '.join(lazy)} has no sizes yet. Call it once, on a batch, before the Trainer gets "
         "it; or give it its sizes in place of a lazy module.",
-        f"{', '.join(hooked)} has a hook (register_hook), which {sizes} would lose: other tensors "
-        "take the place of parameters. Change p.grad in on_after_backward, or hook the output of "
-        "a module.",
+        f"{', '.join(hooked)} has a hook (register_hook), which would be lost on {sizes}, where "
+        "new tensors replace the parameters. Change p.grad in on_after_backward, or hook the "
+        "output of a module.",
         f"{', '.join(sparse)} has sparse=True, and {sizes} reduces dense gradients only. Use "
         "sparse=False.",
         f"{', '.join(scripted)} went through torch.jit.script, and its parameters cannot be "

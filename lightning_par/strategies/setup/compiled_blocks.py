@@ -84,8 +84,8 @@ def _graph_problems(
     instead = "a mode without graphs, such as 'max-autotune-no-cudagraphs'."
     if _gathers_parameters(options, sizes):
         yield (
-            f"{asked}, which are bound to addresses, but zero_stage=3 on {sizes} gathers "
-            f"parameters to other ones. Use zero_stage=2, or {instead}"
+            f"{asked}, which use fixed memory addresses, but zero_stage=3 on {sizes} gathers "
+            f"parameters to new ones. Use zero_stage=2, or {instead}"
         )
     # A gradient is the output of a graph, and its memory that of the next backward's.
     count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1

@@ -266,8 +266,8 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
     )
     if mesh.rank == 0:
         _logger.info(
-            "%s looks across %s: it steps on whole tensors, alike on every rank, which takes %.0f "
-            "MiB for parameters and gradients in a step.",
+            "the update of %s depends on %s: it steps on whole tensors, the same on every rank, "
+            "which takes %.0f MiB for parameters and gradients in a step.",
             type(optimizer).__name__,
             "parameters of several stages" if across_model else "whole parameters",
             step.bytes_in_step / _MIB,

@@ -135,7 +135,7 @@ def test_sequences_are_not_divided_where_the_model_needs_them_whole() -> None:
         vocab_size=37, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, sliding_window=5
     )
     text = divided(transformers.PhimoeForCausalLM(config))
-    assert "attends within sliding_window=5 tokens by a mask of its own" in text
+    assert "limits attention to sliding_window=5 tokens by its own mask" in text
     config = transformers.Llama4TextConfig(
         vocab_size=37,
         hidden_size=24,
@@ -147,7 +147,7 @@ def test_sequences_are_not_divided_where_the_model_needs_them_whole() -> None:
         attention_chunk_size=5,
     )
     text = divided(transformers.Llama4ForCausalLM(config))
-    assert "attends within chunks of 5 tokens" in text
+    assert "limits attention to chunks of 5 tokens" in text
     assert "attends from one list of blocks to another" in divided(FAMILIES["t5"]())
 
 

@@ -101,7 +101,7 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "equal: versions, options, seed, precision, steps, data, proofs\n" in said
     assert "differs: layout: pp 1 and 2; tp 2 and 1\n" in said
     assert "differs: decisions: loss: the mean over the samples and none\n" in said
-    assert "their norms 5 and 5.00008011 are 1.6e-05 of them apart" in said
+    assert "their norms 5 and 5.00008011 have a relative difference of 1.6e-05" in said
     assert certificate(one, _store(tmp_path / "c", replace(MADE, steps=5))) == 1
     assert "differs: steps: 4 and 5\nnot the same run" in capsys.readouterr().out
 

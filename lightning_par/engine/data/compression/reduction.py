@@ -113,7 +113,7 @@ class CompressedGradients:
         self.reset()
         self._arrange()
         if state["kind"] != self._kind():
-            _warn("gradients were compressed in another way before; what that left out is lost.")
+            _warn("the options of compression changed: the error remembered before is lost.")
             return
         self._steps, self._scale = state["steps"], state["scale"]
         held = map_tensors(state["compressor"], lambda t: t.to(self._device))
@@ -137,7 +137,7 @@ class CompressedGradients:
         if set(wanted) == {p for bucket in self._buckets for p in bucket}:
             return
         if self._buckets:
-            _warn("other parameters train now; what compression left out before is lost.")
+            _warn("the trained parameters changed: the error remembered by compression is lost.")
             self._compressor = choose_compressor(self._options, self._group)
         self._buckets = fill_buckets(wanted)
 

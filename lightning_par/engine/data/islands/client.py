@@ -399,8 +399,7 @@ class IslandClient:
         while True:
             try:
                 answer: Answer = exchange()
-            # OSError covers connections, time limits and MessageError; anything else ends the
-            # run.
+            # OSError covers connections, time limits and MessageError; others end the run.
             except OSError as error:
                 self._disconnect()
                 left = end - time.monotonic()
@@ -410,7 +409,9 @@ class IslandClient:
                     raise IslandError(
                         "LP701",
                         f"island {self._place.island} has not reached its server at "
-                        f"{self._place.server} (timeout={self._outer.timeout:g}): {error}",
+                        f"{self._place.server} (timeout={self._outer.timeout:g} s): {error}. Start "
+                        "lightning-par serve there, open its port, and use the same key; then "
+                        "start the island again. It takes the weights of the server.",
                     ) from error
                 if not is_said:
                     is_said = True
@@ -418,8 +419,7 @@ class IslandClient:
                         "island %d rank %d: the server at %s is away (%s); trying again for %.0f s",
                         *(self._place.island, self._place.rank, self._place.server, error, left),
                     )
-                # Not sleep: `close` ends the wait. Random, so that ranks do not come back all at
-                # once.
+                # Not sleep: `close` ends the wait. Random: ranks do not come back all at once.
                 self._closed.wait(min(left, _RETRY * (1 + random.random())))
             except BaseException:
                 self._disconnect()

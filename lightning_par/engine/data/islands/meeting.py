@@ -177,7 +177,7 @@ class Meeting:
         if self._outer is None:
             self._outer = outer
         here, there = self._outer.agreement(), outer.agreement()
-        differ = [f"{n}={there[n]!r}, here {here[n]!r}" for n in here if here[n] != there[n]]
+        differ = [f"{n}={v!r}, on the server {here[n]!r}" for n, v in there.items() if here[n] != v]
         if differ:
             raise RefusalError("all islands need the same options: " + "; ".join(differ) + ".")
         held = self._weights
@@ -187,11 +187,11 @@ class Meeting:
             found = None if known is None else (tuple(known.shape), known.dtype)
             if found != (region.shape, region.torch_dtype):
                 raise RefusalError(
-                    f"{region.name} is {region.shape} in {region.dtype}; the model here has "
-                    f"{'no such parameter' if found is None else found} by that name."
+                    f"{region.name} is {region.shape} in {region.dtype}; the model on the server "
+                    f"has {'no parameter' if found is None else found} of that name."
                 )
             if region.trains != (region.name not in held.frozen):
-                raise RefusalError(f"{region.name}: trains={region.trains} is not so here.")
+                raise RefusalError(f"{region.name} is trained on some islands, frozen on others.")
 
     def _found(self) -> None:
         """Ask one island for the model; the others wait for it."""

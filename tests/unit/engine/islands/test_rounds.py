@@ -289,9 +289,10 @@ def test_island_of_another_run_is_refused_with_the_difference() -> None:
     with serving() as server:
         first = Island(server.port, 0, lock_step(), start())
         first.join()
-        with pytest.raises(IslandError, match="every=3, here 50; quantize='none', here 'int8'"):
+        said = "every=3, on the server 50; quantize='none', on the server 'int8'"
+        with pytest.raises(IslandError, match=said):
             Island(server.port, 1, lock_step(every=3, quantize="none"), start()).join()
-        with pytest.raises(IslandError, match=r"float32; the model here has .*float64"):
+        with pytest.raises(IslandError, match=r"float32; the model on the server has .*float64"):
             Island(server.port, 1, lock_step(), start(dtype=torch.float32)).join()
         first.close()
 
