@@ -299,7 +299,7 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
     if known.specs != header.specs:
         raise PipelineError(
             "LP405",
-            "what a stage hands on changed its shape for a batch of the same shape: "
+            "the output of a pipeline stage changed its shape for a batch of the same shape: "
             f"{kinds[0]} before, {kinds[1]} now. {cut} A step that calls the model several times, "
             "as to generate text, needs pipeline_parallel_size=1.",
         )
@@ -313,6 +313,6 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
     raise PipelineError(
         "LP405",
-        "what a stage hands on, besides tensors, changed for a batch of the same shape: "
+        "the output of a pipeline stage, besides tensors, changed for a batch of the same shape: "
         f"{before!r} before, {now!r} now. {advice}",
     )

@@ -159,15 +159,15 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         )
     if sizes.tensor > 1:
         yield (
-            "sequence_parallel=False. If the step is equal then, something pools over tokens of "
-            "which a rank holds a part; if not, a style of tensor parallelism takes a shard for "
-            "the whole, or leaves out or repeats a sum over ranks: `lightning-par plan` prints "
-            "the styles."
+            "sequence_parallel=False. If the step is equal then, some module pools over tokens, "
+            "but a rank holds only some of them. If not, a style of tensor parallelism treats a "
+            "shard as the whole tensor, or omits or repeats a sum over ranks: `lightning-par plan` "
+            "prints the styles."
         )
     if difference.kind == "gradient":
         yield (
-            "without hooks on weights and modules (register_hook, "
-            "register_full_backward_hook), if there are some: a rank calls them with a part."
+            "without hooks on weights and modules (register_hook, register_full_backward_hook), "
+            "if there are any: each rank calls them with its part of a tensor only."
         )
 
 
@@ -178,21 +178,23 @@ def _of_update(difference: Difference, found: Findings) -> Iterator[str]:
     if found.optimizers and difference.kind != "handed":
         names = ", ".join(kind.__name__ for kind in found.optimizers)
         yield (
-            f"torch.optim.SGD in place of {names}. If the step is equal then, what {names} does to "
-            "one weight depends on others (a norm over all parameters, a whole matrix, a line "
-            "search), of which a rank holds a part: use an optimizer that works entry by entry."
+            f"torch.optim.SGD in place of {names}. If the step is equal then, the update of an "
+            f"entry by {names} depends on other entries (a norm over all parameters, a whole "
+            "matrix, a line search), but a rank holds only some of them: use an optimizer that "
+            "works entry by entry."
         )
     if by:
         yield (
-            f"without {', '.join(by)}. If the step is equal then, that reads or changes gradients "
-            "or weights, of which a rank holds a part; clip with Trainer(gradient_clip_val=...)."
+            f"without {', '.join(by)}. If the step is equal then, this code reads or changes "
+            "gradients or weights, but a rank holds only a part of them. To clip gradients, use "
+            "Trainer(gradient_clip_val=...)."
         )
     if difference.kind == "handed":
         return
     yield (
-        f"to print the learning rate and other options of the optimizer: one that depends on the "
-        f"number of processes (here {found.sizes.world_size}) has to be that of one process, as "
-        "all ranks together train one model on one batch."
+        "to print the learning rate and the other options of the optimizer: one that depends on "
+        f"the number of processes (here {found.sizes.world_size}) has to be that of one process, "
+        "since all ranks together train one model on one batch."
     )
 
 

@@ -523,8 +523,8 @@ class FirstLook:
         """Say that random numbers hide how the loss is made of those of its parts."""
         rank_zero_warn(
             f"{type(self._module).__name__}.training_step draws random numbers that the parts of a "
-            "batch cannot share, so that nothing shows how its loss is made of theirs; it is taken "
-            f"for {self._weigher.rule.name}. {_DECLARE}"
+            "batch cannot share, so how its loss depends on the losses of the parts is unknown; we "
+            f"take it for {self._weigher.rule.name}. {_DECLARE}"
         )
 
     def _name_unsettled(self) -> None:

@@ -45,7 +45,7 @@ class _RefusalLog:
 
     def end_minute(self) -> None:
         if self._count > _LINES:
-            _log.warning("%d more were refused, of which no line tells", self._count - _LINES)
+            _log.warning("%d more were refused, without a line for each", self._count - _LINES)
         self._began, self._count = time.monotonic(), 0
 
 
