@@ -406,8 +406,8 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
         by = f" by the factor {difference.factor:.4g}" if difference and difference.factor else ""
         yield (
             f"the strategy computes something else than the module{by}, and no mean over the parts "
-            f"of the batch on its {found.replicas} replicas: a style that takes a shard for the "
-            "whole, or leaves out or repeats a sum over ranks; or a sum of gradients where the "
+            f"of the batch on its {found.replicas} replicas: a style that treats a shard as the "
+            "whole tensor, or omits or repeats a sum over ranks; or a sum of gradients where the "
             "mean is needed."
         )
     elif kind == "handed" and found.clips:

@@ -44,7 +44,7 @@ def a_pool_over_tokens() -> Any:
 
 @CURES.add(
     "LP801",
-    r"gives net\.norm the style 'replicated'.*a style of tensor parallelism takes a shard",
+    r"gives net\.norm the style 'replicated'.*a style of tensor parallelism treats a shard",
     "tp2",
     styles={"net.norm": "sequence_parallel"},
 )
