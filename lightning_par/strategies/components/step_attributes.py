@@ -3,7 +3,8 @@
 Note [Attributes of a step]: what a step does after the blocks is done on the last pipeline stage
 only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
-micro-batch: a list gets an entry of each of them.
+micro-batch: a list gets an entry of each of them. A hyperparameter of an optimizer that the step
+sets, such as its learning rate, is taken over as well.
 """
 
 import sys
@@ -13,20 +14,24 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 from torch import nn, Tensor
 from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
 from lightning_par.observe.contents import LEFT_ALONE
+from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["StepAttributes"]
+__all__ = ["StepAttributes", "hyperparameters"]
 
 _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
+_HYPERPARAMETERS = (bool, int, float, tuple)
+"""Types of those entries of a parameter group that a step may set, such as its learning rate."""
 _DEPTH, _FEW = 4, 32
 
 
@@ -107,13 +112,15 @@ class StepAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         # Submodules of the user's that hold no parameters of a stage, such as a store of outputs.
-        self._parts = {
+        self._parts: dict[str, Any] = {
             place: part for place, part in module.named_modules() if not place or _keeps_lists(part)
         }
         self._before: dict[Any, _Held] = {}
+        self._module = module
 
     def begin(self) -> None:
         """Note what is there before a step."""
+        self._parts |= {place: _Group(group) for place, group in _groups_of(self._module).items()}
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
     def changes(self, numbers: Mapping[str, float] = MappingProxyType({})) -> dict[Any, Any]:
@@ -163,10 +170,40 @@ class StepAttributes:
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for place, part in self._parts.items():
             for name, value in vars(part).items():
-                if name not in _OWN and not name.startswith("_"):
+                if isinstance(part, _Group):
+                    if isinstance(value, _HYPERPARAMETERS):
+                        yield (place, name), value
+                elif name not in _OWN and not name.startswith("_"):
                     yield (place, name), value
             if not place:
                 yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
+
+
+def hyperparameters(module: nn.Module) -> dict[str, Any]:
+    """Return the hyperparameters of the optimizers of a run, by their names."""
+    return {
+        f"{place}[{name!r}]": value
+        for place, group in _groups_of(module).items()
+        for name, value in group.items()
+        if isinstance(value, _HYPERPARAMETERS)
+    }
+
+
+def _groups_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the parameter groups of the optimizers of a run, by their names."""
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    return {
+        f"optimizers[{number}].param_groups[{at}]": group
+        for number, optimizer in enumerate(trainer.optimizers if trainer else ())
+        for at, group in enumerate(optimizer.param_groups)
+    }
+
+
+class _Group:
+    """A parameter group of an optimizer, whose entries are attributes here."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.__dict__ = group
 
 
 def _keeps_lists(part: nn.Module) -> bool:

@@ -32,6 +32,7 @@ from lightning_par.strategies.start.loss_rule import (
     errors_of,
 )
 from lightning_par.strategies.start.own_outputs import (
+    check_hyperparameters,
     check_tensor_ranks,
     warn_of_logs,
     warn_of_own_outputs,
@@ -206,6 +207,7 @@ class FirstLook:
         seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
         parts = parts if len(seen.losses) == len(parts) else [whole]
         check_tensor_ranks(self._module, self._mesh, seen, self.tolerance())
+        check_hyperparameters(seen, self._mesh.sizes, any_sets=not self._all_agree(not seen.sets))
         made = rules_made(rules, seen, parts, dims) if self._finds_rule(microbatches) else []
         if not self._all_agree(not made):
             rules[-1:-1] = made  # before the sum, which a part without a weight makes like them

@@ -8,11 +8,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.observe.contents import names_in
+from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.step.metrics import OF_METRIC
 from lightning_par.strategies.step.returned import warn_of_results
 from lightning_par.strategies.step.step_report import StepReport
 
-__all__ = ["check_tensor_ranks", "warn_of_logs", "warn_of_own_outputs"]
+__all__ = ["check_hyperparameters", "check_tensor_ranks", "warn_of_logs", "warn_of_own_outputs"]
 
 _LOOPS = {"training_step": "train", "validation_step": "validation", "test_step": "test"}
 _JOINS = frozenset({"all_gather", "all_gather_object", "all_reduce", "gather_object", "reduce"})
@@ -112,4 +113,26 @@ def check_tensor_ranks(
             "computes it from its own tokens or features.\nWhat to write: use "
             "sequence_parallel=False, or give the module whose output enters the loss a style that "
             "gathers it ('sequence_gather_output' or 'colwise_gather_output').",
+        )
+
+
+def check_hyperparameters(seen: StepReport, sizes: ParallelSizes, *, any_sets: bool) -> None:
+    """Refuse a step that sets a hyperparameter of an optimizer from its samples.
+
+    Args:
+        seen: What the step did on some samples and on parts of them.
+        sizes: Sizes of the mesh.
+        any_sets: Whether that was seen on any replica.
+
+    Raises:
+        ConfigurationError: On every rank.
+    """
+    if any_sets:
+        name = next(iter(seen.sets), "a hyperparameter of an optimizer")
+        raise ConfigurationError(
+            "LP325",
+            f"training_step sets {name} from its samples. No weight was changed.\nWhy: on {sizes} "
+            "each micro-batch and replica sets another value, of its own samples.\nWhat to write: "
+            "set it in on_train_batch_end, from outputs['loss'] or trainer.callback_metrics, which "
+            "are those of the whole batch.",
         )

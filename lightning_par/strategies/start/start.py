@@ -27,6 +27,7 @@ from lightning_par.observe.contents import names_in
 from lightning_par.observe.cross_entropies import LookAtLosses
 from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.components.certificate import write_certificate
+from lightning_par.strategies.components.step_attributes import hyperparameters
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
@@ -462,10 +463,12 @@ class _LookWatch:
         self._metrics = LookAtMetrics(module, group)
         self.losses = LookAtLosses(batches, sharpens=sharpens)
         self.has_written: Callable[[], bool] = lambda: False
+        self._module, self._ends = module, dict[int, dict[str, Any]]()
 
     def followed(self, index: int) -> ExitStack:
         """Surrounds the step on the batch with this number."""
         stack = self._metrics.followed(index)
+        stack.callback(lambda: self._ends.update({index: hyperparameters(self._module)}))
         stack.enter_context(self.losses.of(index))
         return stack
 
@@ -477,6 +480,7 @@ class _LookWatch:
         **Communicates**: see `LookAtMetrics.values`.
         """
         pairs = zip(self.losses.terms, losses, strict=False)
+        whole, parts = self._ends.get(0, {}), self._ends.values()
         return StepReport(
             losses=losses,
             terms=[[sums.of(loss) for loss in each] for sums, each in pairs],
@@ -484,5 +488,6 @@ class _LookWatch:
             calls=self.losses.seen,
             weights=self.losses.weights,
             writes=writes or self.has_written(),
+            sets=tuple(n for n, v in whole.items() if any(part.get(n) != v for part in parts)),
             **seen,
         )

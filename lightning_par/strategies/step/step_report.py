@@ -24,6 +24,7 @@ class StepReport:
         leaves: Names of attributes of the LightningModule that it changes.
         terms: For each batch, the terms of which each of its losses is the sum.
         writes: Whether it writes by itself: to loggers, the terminal or files.
+        sets: Names of hyperparameters of optimizers that it sets from its samples.
     """
 
     losses: list[tuple[float, ...]]
@@ -34,6 +35,7 @@ class StepReport:
     leaves: tuple[str, ...] = ()
     terms: list[list[tuple[float, ...]]] = field(default_factory=list)
     writes: bool = False
+    sets: tuple[str, ...] = ()
 
 
 class StepWatch(Protocol):

@@ -289,6 +289,34 @@ def a_state_that_the_first_stage_reads_and_the_last_one_leaves() -> Any:
     return Carrying(), token_pairs()
 
 
+class SetsRate(PlainModule):
+    """Sets the learning rate at the end of its step, which the last stage alone reaches."""
+
+    by_loss = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        rate = float(loss.detach()) if self.by_loss else self.global_step + 1
+        self.optimizers().param_groups[0]["lr"] = 0.1 * rate
+        return loss
+
+
+@CASES.add(equal="pp2 zero1", large="tp2 pp2_interleaved", strategy={"verify": False})
+def a_rate_that_the_step_sets_by_its_number() -> Any:
+    return SetsRate(), token_pairs()
+
+
+@CASES.add(
+    equal="tp2 pp2_one_microbatch",
+    refused={"pp2 zero1": r"(?s)sets .*'lr'\] from its samples.*in on_train_batch_end"},
+    strategy={"verify": False},
+)
+def a_rate_that_the_step_sets_by_its_loss() -> Any:
+    module = SetsRate()
+    module.by_loss = True
+    return module, token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
