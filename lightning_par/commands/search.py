@@ -58,9 +58,7 @@ def search(
     run = PlannedRun(machine, fit, as_configured=True)
     nodes, devices, rest = run.nodes, run.devices, without_layout(fit)
     _check_tries(try_, try_seconds, nodes)
-    given = _read(machine.config)
-    if machine.length and run.takes_length:
-        given.setdefault("data", {}).setdefault("init_args", {})["length"] = machine.length
+    given = _read(machine.config, machine.length if run.takes_length else None)
     space = LayoutSpace(
         devices=nodes * devices,
         node=devices,
@@ -91,14 +89,12 @@ def search(
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
-    if machine.length and not run.takes_length:
-        print(f"Its data keep their own length; the prediction is for {machine.length} tokens.")
     if rest:
         print(f"It leaves out what the command line said; give fit the same: {shlex.join(rest)}")
 
 
-def _read(config: str) -> dict[str, Any]:
-    """Return what the configuration says.
+def _read(config: str, length: int | None) -> dict[str, Any]:
+    """Return what the configuration says, with another length of samples if one is given.
 
     Raises:
         ConfigurationError: It leaves the data to the model.
@@ -112,6 +108,8 @@ def _read(config: str) -> dict[str, Any]:
             "data: null leaves the samples of a batch to the model, and a layout sets them: move "
             "the loader into a data module whose constructor takes batch_size.",
         )
+    if length:
+        given.setdefault("data", {}).setdefault("init_args", {})["length"] = length
     return given
 
 

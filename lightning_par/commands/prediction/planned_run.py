@@ -164,7 +164,7 @@ class PlannedRun:
         """Return the model's shape: from a configuration, or from a trace of its step."""
         module = self._run.model
         config = getattr(module, "config", None)
-        source = "--length"
+        source = "--length" if self.takes_length else "--length; the data keep their own length"
         if length is None and self.takes_length:
             length, source = int(self._own_settings["length"]), "data.init_args.length"
         own = type(module).__module__.startswith("lightning_par.")

@@ -206,8 +206,7 @@ class FirstLook:
         cure = cure_of_uncut(batch, microbatches, self._mesh.sizes.data)
         seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
         parts = parts if len(seen.losses) == len(parts) else [whole]
-        check_tensor_ranks(self._module, self._mesh, seen, self.tolerance())
-        check_hyperparameters(seen, self._mesh.sizes, any_sets=not self._all_agree(not seen.sets))
+        self._check(seen)
         made = rules_made(rules, seen, parts, dims) if self._finds_rule(microbatches) else []
         if not self._all_agree(not made):
             rules[-1:-1] = made  # before the sum, which a part without a weight makes like them
@@ -244,6 +243,11 @@ class FirstLook:
             entries = ", ".join(path or "the batch" for path in dims.dims)
             self._decisions.add("batch dim", f"{dims.size} samples of {entries}")
         self._decisions.log()
+
+    def _check(self, seen: StepReport) -> None:
+        """Refuse what no rule of a loss mends."""
+        check_tensor_ranks(self._module, self._mesh, seen, self.tolerance())
+        check_hyperparameters(seen, self._mesh.sizes, any_sets=not self._all_agree(not seen.sets))
 
     def look_again(
         self,
