@@ -11,14 +11,17 @@ from lightning_par.engine.activations.checkpointing import (
     MODES,
     Recomputation,
     resolve_operations,
-    wait_on_host,
 )
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import resolve_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.setup.block_wrapping import check_recomputation, recompute_blocks
+from lightning_par.strategies.setup.block_wrapping import (
+    check_recomputation,
+    offload_blocks,
+    recompute_blocks,
+)
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -27,8 +30,9 @@ class ActivationCheckpointing(pl.Callback):
     """Activation checkpointing of the model's blocks: full, selective, or different per stage.
 
     Results are bitwise equal where the operations are deterministic, dropout included. The blocks
-    are those of the model's `parallel_plan()`. Works under every strategy and schedule, with
-    ``compile_blocks``, and under Lightning's own strategies.
+    are those of the plan. Where no plan names any, they are the entries of the list with most
+    parameters, an `nn.ModuleList` or `nn.Sequential`, whose entries are of one class. Works under
+    every strategy and schedule, with ``compile_blocks``, and under Lightning's own strategies.
 
     Args:
         mode: ``"full"`` keeps only the input of a block; ``"selective"`` also the outputs of
@@ -101,9 +105,7 @@ class ActivationCheckpointing(pl.Callback):
         # Without a pipeline there is one stage, which holds all blocks.
         mode = what.stage_modes[0] if isinstance(what.stage_modes, tuple) else what.mode
         recompute_blocks(pl_module, resolved, what, [(0, len(resolved.block_names))], [mode])
-        if what.on_host:
-            for name in resolved.block_names[:: what.every]:
-                wait_on_host(pl_module.get_submodule(name))
+        offload_blocks(pl_module, resolved, what)
         self._wrapped = pl_module
 
 

@@ -68,7 +68,7 @@ RUNS: dict[str, dict[str, str]] = {
         )
     },
     "LP607": {"a precision of the list": VALUE},
-    "LP608": {"a plan with blocks": VALUE},
+    "LP608": {"a plan with blocks, or a list of them": VALUE},
     "LP609": {"zero_stage=0, automatic optimization": ONE},
     "LP610": {
         "looks_across = 'entry'": "early_optimizers::with_pairs_inside",

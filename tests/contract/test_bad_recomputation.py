@@ -60,7 +60,22 @@ def test_it_is_said_of_the_model_on_every_rank(
         made.fit(module(), loader(ToyData(4), 4))
 
 
-def test_it_is_said_of_a_model_without_blocks() -> None:
-    made = quiet_trainer(devices=1, max_steps=1, callbacks=[ActivationCheckpointing()])
-    with pytest.raises(ConfigurationError, match="plan names no blocks"):
-        made.fit(Bare(), loader(ToyData(4), 4), loader(ToyData(4), 4))
+class OneBlock(Bare):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        for block in self.model.blocks:
+            block.mlp = block.mlp[0]  # nor any list inside
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, r"entries are two or more modules of one class.*nn\.ModuleList"),
+        ({"parts": "plan"}, "names no parts in checkpointable"),
+    ],
+    ids=str,
+)
+def test_it_is_said_of_a_model_without_a_plan(options: dict[str, Any], says: str) -> None:
+    made = quiet_trainer(devices=1, max_steps=1, callbacks=[ActivationCheckpointing(**options)])
+    with pytest.raises(ConfigurationError, match=says):
+        made.fit(OneBlock(), loader(ToyData(4), 4), loader(ToyData(4), 4))

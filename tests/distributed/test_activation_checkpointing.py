@@ -1,16 +1,22 @@
 """ActivationCheckpointing on a mesh: what one process computes, recomputed where it says."""
 
+import warnings
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn, Tensor
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import ActivationCheckpointing
 from lightning_par.engine.activations import checkpointing
 from tests.support.exhaustive import some
+from tests.support.faults.user_mistakes import Bare
 from tests.support.models.toy_gpt import Block, loader, ToyData, ToyModule
 from tests.support.parity import assert_parity, quiet_trainer
 from tests.support.ranks.api import ranks
@@ -164,3 +170,69 @@ def test_a_strategy_of_lightning_recomputes_too(rank: int, world: int) -> None:
         made.fit_loop.max_epochs = 2
         made.fit(module, loader(ToyData(4), 4))  # the blocks are wrapped already
     assert found == [True] * 4
+
+
+class Counting(nn.Module):
+    """A block whose forward changes buffers: in place, by a new tensor, and before it reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.norm(x)).relu()
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x - self.average
+
+
+class Unplanned(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        self.blocks = nn.ModuleList(Counting() for _ in range(4))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return self.head(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_unplanned(kind: Any, batches: Any, callbacks: list[Any], **options: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    module = kind()
+    made = quiet_trainer(max_epochs=1, precision="64-true", callbacks=callbacks, **options)
+    made.fit(module, batches)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_without_a_plan_are_those_of_the_structure(mode: Any, caplog: Any) -> None:
+    """On a plain Trainer; a block may change its buffers."""
+    batches = DataLoader(torch.rand(24, 8, dtype=torch.float64), batch_size=4)
+    wanted = train_unplanned(Unplanned, batches, [])
+    with patch.object(checkpointing, "checkpoint", wraps=checkpointing.checkpoint) as used:
+        got = train_unplanned(Unplanned, batches, [ActivationCheckpointing(mode)])
+    assert used.call_count == 4 * 6
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    assert caplog.text.count("No plan names blocks: the entries of blocks are recomputed.") == 1
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_without_a_plan_recompute_on_shards(rank: int, world: int, mode: Any) -> None:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 3}
+    batches = loader(ToyData(12), 4)
+    kind = partial(Bare, optimizer="sgd")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*names no blocks, so every step.*")
+        wanted, got = (
+            train_unplanned(kind, batches, found, devices=2, strategy=Hybrid3DStrategy(**sizes))
+            for found in ([], [ActivationCheckpointing(mode)])
+        )
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_par.engine.activations.cpu_offload import hold_on_host, kept_on_host
+from lightning_par.engine.activations.written_buffers import WrittenBuffers
 from lightning_par.engine.wrapping import Forward, wrap_forward
 
 __all__ = [
@@ -132,8 +133,8 @@ def recompute(
 ) -> None:
     """Make `module` recompute its forward in the backward.
 
-    It draws the same random numbers again. Hooks of the module are not called again, since they are
-    outside of its forward.
+    It draws the same random numbers again, and leaves buffers alone. Hooks of the module are not
+    called again, since they are outside of its forward.
 
     Args:
         module: Its `forward` is wrapped; what wraps it later is not recomputed.
@@ -144,6 +145,7 @@ def recompute(
     if mode == "none":
         return
     contexts = _contexts(operations, on_host) if mode == "selective" else {}
+    buffers = WrittenBuffers(module)
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +153,9 @@ def recompute(
             if not torch.is_grad_enabled():
                 return inner(*args, **kwargs)
             # By position, so that checkpoint sees every tensor and the devices of them all.
-            call = partial(_call, inner, tuple(kwargs))
+            call: Callable[..., Any] = partial(_call, inner, tuple(kwargs))
+            if not torch.compiler.is_compiling():  # a compiler writes to buffers once
+                call = buffers.of_both(call)
             return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
 
         return forward

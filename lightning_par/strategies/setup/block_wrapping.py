@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_par.engine.activations.checkpointing import (
@@ -22,7 +23,7 @@ from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.compiled_blocks import compile_blocks
 
-__all__ = ["check_recomputation", "prepare_blocks", "recompute_blocks"]
+__all__ = ["check_recomputation", "offload_blocks", "prepare_blocks", "recompute_blocks"]
 
 
 def prepare_blocks(
@@ -54,16 +55,43 @@ def prepare_blocks(
         _defer(module, resolved, weight_gradients)
     # Recomputation is inside of what is compiled, so that the compiler sees both forwards; the
     # wait for tensors on the host is outside, as it is no operation of torch.
-    if options.recomputation is not None:
-        modes = _stage_modes(options.recomputation, bounds, rank_of_stage, options)
-        recompute_blocks(module, resolved, options.recomputation, bounds, modes, compiled=compiles)
+    what = options.recomputation
+    if what is not None:
+        modes = _stage_modes(what, bounds, rank_of_stage, options)
+        recompute_blocks(module, resolved, what, bounds, modes, compiled=compiles)
     if compiles:
         compile_blocks(module, resolved, mesh, options)
-    if options.recomputation is not None and options.recomputation.on_host:
+    if what is not None:
         # A compiled block saves its tensors when it runs, and not where its code says so.
-        for block in _chosen(module, resolved, options.recomputation.every).values():
-            wait_on_host(block)
+        offload_blocks(module, resolved, what)
     return weight_gradients
+
+
+def _block_names(module: nn.Module, resolved: ResolvedPlan) -> tuple[str, ...]:
+    """Return the blocks of the plan, or else those of the list that holds most parameters."""
+    return resolved.block_names or _listed_blocks(module)
+
+
+def _listed_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Return the entries of the list with most parameters whose entries are of one class.
+
+    A module can be recomputed wherever it stands: unlike the blocks of a plan, these may be called
+    in any order and more than once.
+    """
+    found: dict[str, int] = {}
+    for name, part in module.named_modules():
+        entries = [*part.children()]
+        kinds = {type(entry) for entry in entries}
+        if not isinstance(part, nn.ModuleList | nn.Sequential) or len(entries) < 2 or not name:
+            continue
+        # A list of lists has no forward that could run again.
+        runs = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
+        if runs and all(next(entry.parameters(), None) is not None for entry in entries):
+            found[name] = sum(p.numel() for p in part.parameters())
+    if not found:
+        return ()
+    most = max(found, key=lambda name: found[name])
+    return tuple(f"{most}.{name}" for name, _ in module.get_submodule(most).named_children())
 
 
 def check_recomputation(
@@ -82,17 +110,20 @@ def check_recomputation(
             mode per stage.
     """
     problems = []
-    if not resolved.block_names:
+    names = _block_names(module, resolved)
+    if not names:
         problems.append(
-            "ActivationCheckpointing: the model's plan names no blocks. Return "
-            "ParallelPlan(blocks=...) from its parallel_plan(), or pass plan= to the strategy."
+            "ActivationCheckpointing: no plan names blocks, and the model has no nn.ModuleList or "
+            "nn.Sequential whose entries are two or more modules of one class, with parameters and "
+            "a forward. Put its blocks into an nn.ModuleList, or return ParallelPlan(blocks=...) "
+            "from its parallel_plan()."
         )
     if what.parts == "plan" and not resolved.plan.checkpointable:
         problems.append(
             "ActivationCheckpointing(parts='plan'): the model's plan names no parts in "
             "checkpointable. Name them there, or here as in parts=['attention']."
         )
-    elif what.parts is not None and resolved.block_names:
+    elif what.parts is not None and names:
         problems += _missing_parts(resolved, what, module)
     modes = what.stage_modes
     if modes not in (None, "auto") and len(modes) != num_stages:
@@ -104,7 +135,7 @@ def check_recomputation(
 
 
 def _missing_parts(resolved: ResolvedPlan, what: Recomputation, module: nn.Module) -> list[str]:
-    name = resolved.block_names[0]
+    name = _block_names(module, resolved)[0]
     block = module.get_submodule(name)
     if any(
         _parts_of(n, b, resolved, what) for n, b in _chosen(module, resolved, what.every).items()
@@ -133,14 +164,18 @@ def recompute_blocks(
         module: Module to change in place.
         resolved: Resolved plan of the whole model.
         what: Recomputation that was asked for; its `mode` and `stage_modes` have become `modes`.
-        bounds: First and one-past-last block of every stage.
+        bounds: First and one-past-last block of every stage; one stage where no plan names blocks.
         modes: Mode of every stage.
         compiled: Whether the blocks will be compiled.
     """
-    blocks = _chosen(module, resolved, what.every)
+    blocks, names = _chosen(module, resolved, what.every), _block_names(module, resolved)
+    if not resolved.block_names:
+        bounds = [(0, len(names))]
+        within = names[0].rpartition(".")[0]
+        rank_zero_info(f"No plan names blocks: the entries of {within} are recomputed.")
     for (low, high), mode in zip(bounds, modes, strict=True):
         # A block is in the whole model's numbering, whichever stages this rank holds.
-        for name in resolved.block_names[low:high]:
+        for name in names[low:high]:
             if name not in blocks:
                 continue
             if mode == "selective" and what.parts is not None:
@@ -152,10 +187,23 @@ def recompute_blocks(
             recompute(blocks[name], mode, operations=what.operations, on_host=away)
 
 
+def offload_blocks(module: nn.Module, resolved: ResolvedPlan, what: Recomputation) -> None:
+    """Offload what the recomputed blocks of this rank keep, if that was asked for.
+
+    Args:
+        module: Changed in place.
+        resolved: Resolved plan of the whole model.
+        what: Recomputation that was asked for.
+    """
+    if what.on_host:
+        for block in _chosen(module, resolved, what.every).values():
+            wait_on_host(block)
+
+
 def _chosen(module: nn.Module, resolved: ResolvedPlan, every: int) -> dict[str, nn.Module]:
     """Return every `every`-th block that this rank holds, by name."""
     # Every `every`-th of the whole model, so that any layout recomputes the same blocks.
-    blocks = {name: module.get_submodule(name) for name in resolved.block_names[::every]}
+    blocks = {name: module.get_submodule(name) for name in _block_names(module, resolved)[::every]}
     return {name: b for name, b in blocks.items() if not isinstance(b, StageStub)}
 
 

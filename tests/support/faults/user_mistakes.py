@@ -94,8 +94,8 @@ class Hidden(ToyModule):
 class Bare(ToyModule):
     """Offers no plan."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **options):
+        super().__init__(**options)
         self.model.parallel_plan = None
 
 
