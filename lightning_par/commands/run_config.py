@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_par.commands.parallel_cli import ParallelCLI, SETTINGS
@@ -19,6 +20,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.presets import Hybrid3DStrategy
 
 __all__ = ["ConfiguredRun", "configure", "read_settings", "trainer_number"]
 
@@ -31,6 +33,7 @@ class ConfiguredRun(ParallelCLI):
         on_meta: See `configure`.
         on_cpu: See `configure`.
         plugins: More plugins of the Trainer.
+        any_layout: See `configure`.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class ConfiguredRun(ParallelCLI):
         on_meta: bool,
         on_cpu: bool = False,
         plugins: Sequence[Any] = (),
+        any_layout: bool = False,
     ) -> None:
+        self._any_layout = any_layout
         self._on_meta, self._on_cpu = on_meta, on_cpu
         self._plugins = {"plugins": [*plugins]} if plugins else {}
         super().__init__(**SETTINGS, save_config_callback=None, args=["fit", *arguments])
@@ -61,6 +66,8 @@ class ConfiguredRun(ParallelCLI):
     def instantiate_trainer(self, **options: Any) -> pl.Trainer:
         if self._on_cpu:
             options |= _place_on_cpu(self.config["fit"]["trainer"])
+        if self._any_layout:
+            options |= _with_own_strategy(self.config_init["fit"]["trainer"]["strategy"])
         return super().instantiate_trainer(**self._plugins, **options)
 
     @property
@@ -114,6 +121,7 @@ def configure(
     on_cpu: bool = False,
     plugins: Sequence[Any] = (),
     any_strategy: bool = False,
+    any_layout: bool = False,
 ) -> ConfiguredRun:
     """Build the model, data and Trainer that ``lightning-par fit`` would run.
 
@@ -124,15 +132,28 @@ def configure(
             the CPU there may be any number, and devices of another machine need not exist here.
         plugins: More plugins of the Trainer.
         any_strategy: Whether the Trainer may have a strategy that is not of this package.
+        any_layout: Whether such a strategy is replaced by one of this package, which makes as many
+            replicas as it.
 
     Raises:
         ConfigurationError: The Trainer's strategy is not one of this package; or it is for devices
             that this machine lacks, and nothing says how many.
     """
-    run = ConfiguredRun(arguments, on_meta=on_meta, on_cpu=on_cpu, plugins=plugins)
+    run = ConfiguredRun(
+        arguments, on_meta=on_meta, on_cpu=on_cpu, plugins=plugins, any_layout=any_layout
+    )
     if not any_strategy:
         _ = run.strategy  # raises where it is another's
     return run
+
+
+def _with_own_strategy(strategy: Any) -> dict[str, Any]:
+    """Return replicas on all devices in the place of a strategy that is not of this package."""
+    if isinstance(strategy, str) and strategy in StrategyRegistry:
+        strategy = StrategyRegistry.get(strategy)
+    if isinstance(strategy, MeshStrategy):
+        return {}
+    return {"strategy": Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=1)}
 
 
 def _place_on_cpu(trainer: Mapping[str, Any]) -> dict[str, Any]:

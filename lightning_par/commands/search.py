@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def search(
 
     Prints the best layouts, what the plain answer of the documentation would cost, where time and
     memory go in the first, and the YAML that runs it. The layout that the configuration asks for is
-    not looked at, but for the samples of a step.
+    not looked at, but for the samples of a step: it may be one of a strategy of Lightning.
 
     Args:
         machine: What runs on what.
@@ -55,7 +56,7 @@ def search(
         from lightning_par.commands.prediction.planned_run import PlannedRun
         from lightning_par.commands.prediction.trial import try_layouts
 
-    run = PlannedRun(machine, fit, as_configured=True)
+    run = PlannedRun(machine, fit, any_layout=True)
     nodes, devices, rest = run.nodes, run.devices, without_layout(fit)
     _check_tries(try_, try_seconds, nodes)
     given = _read(machine.config, machine.length if run.takes_length else None)

@@ -154,6 +154,20 @@ def test_forecast_and_search_charge_padded_parts_of_experts(
     assert {one["expert_max_rows"] for one in layouts if one["sizes"]["expert"] > 1} == {1024}
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
+def test_search_takes_a_run_without_a_strategy_of_this_package(
+    strategy: str, config: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    settings = yaml.safe_load(TINY)
+    settings["trainer"] |= {"devices": 4, "strategy": strategy}
+    config.write_text(yaml.safe_dump(settings))
+    words = ("--config", config, "--device", "h100", "--json")
+    status, said, _ = command(monkeypatch, capsys, "search", *words)
+    assert status == 0
+    best = json.loads(said)["best"][0]
+    assert best["tokens_per_second"] * best["seconds"] == pytest.approx(8 * 4 * 64)  # 4 replicas
+
+
 def test_forecast_says_what_does_not_fit(config: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ("--model.init_args.preset=gpt3-13b", "--device", "h100", "--devices", 1)
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *words)
@@ -337,10 +351,14 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
         status, _, said = command(monkeypatch, capsys, "search", "--config", config, *words)
         assert status == 1
         assert why in said
-    words = ("--config", config, "--devices", 2, "--trainer.strategy=auto_parallel")
-    status, _, said = command(monkeypatch, capsys, "forecast", *words)
-    assert status == 1
-    assert "auto_parallel chooses the sizes when trainer.fit sets up the model" in said
+    for strategy, why in (
+        ("auto_parallel", "auto_parallel chooses the sizes when trainer.fit sets up the model"),
+        ("ddp", "this command needs a strategy of lightning_par"),
+    ):
+        words = ("--config", config, "--devices", 2, f"--trainer.strategy={strategy}")
+        status, _, said = command(monkeypatch, capsys, "forecast", *words)
+        assert status == 1
+        assert why in said
 
 
 @pytest.mark.distributed

@@ -38,8 +38,9 @@ class PlannedRun:
     Args:
         machine: What is asked for.
         more: More arguments of ``lightning-par fit``.
-        as_configured: Leave the Trainer its number of devices, which the sizes of its strategy may
-            be written for, in place of that of the asked machine.
+        any_layout: Whether the layout is searched for: the Trainer may have a strategy of another,
+            and keeps its number of devices, which the sizes of its strategy may be written for, in
+            place of that of the asked machine.
 
     Attributes:
         planner: Of its model, on the asked device.
@@ -49,12 +50,10 @@ class PlannedRun:
 
     Raises:
         ConfigurationError: The model is no transformer of equal blocks, or the strategy is not one
-            of this package, or there is no such profile.
+            of this package though its layout is asked for, or there is no such profile.
     """
 
-    def __init__(
-        self, machine: Machine, more: Sequence[str], *, as_configured: bool = False
-    ) -> None:
+    def __init__(self, machine: Machine, more: Sequence[str], *, any_layout: bool = False) -> None:
         if machine.picture:
             check_picture_path(machine.picture)  # before what takes long
         self._asked = machine
@@ -66,11 +65,11 @@ class PlannedRun:
         self.nodes, other = _choose("nodes", "num_nodes", machine.nodes, number, 1)
         # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
         settings: dict[str, Any] = {"accelerator": "cpu"}
-        if not as_configured or not isinstance(configured, int):
+        if not any_layout or not isinstance(configured, int):
             settings |= {"devices": self.devices, "num_nodes": self.nodes}
         arguments = [f"--config={machine.config}", *more]
         arguments += [f"--trainer.{name}={value}" for name, value in settings.items()]
-        self._run = run = configure(arguments, on_meta=True)
+        self._run = run = configure(arguments, on_meta=True, any_layout=any_layout)
         self.options = run.strategy.options
         self._checked = dict[tuple[Any, ...], bool]()
         self._is_traced = False
