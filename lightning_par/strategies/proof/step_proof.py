@@ -48,6 +48,7 @@ from lightning_par.strategies.proof.odd_data import find_odd, Size, size_of
 from lightning_par.strategies.proof.one_process import GivenStep
 from lightning_par.strategies.proof.parted_batch import why_not_parted
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
+from lightning_par.strategies.proof.short_memory import names_the_proof
 from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
 from lightning_par.strategies.proof.updates import (
     gather_left_gradients,
@@ -137,6 +138,7 @@ class StepProof:
             self.close()
         self._cadence.pause()
 
+    @names_the_proof()
     def begin(self, model: ParallelModel, plugin: Precision, args: Sequence[Any]) -> None:
         """Note what a training step starts from.
 
@@ -314,6 +316,7 @@ class StepProof:
         sees = sees and not self._accumulates
         self._noted.gradients.append(gather_gradients(model) if sees else None)
 
+    @names_the_proof()
     @few_collections()
     def _prove(self) -> None:
         """Compare the step with that of one process.

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -14,9 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_par import BatchLayout, Hybrid3DStrategy
 from lightning_par.dtensor import local_part
 from lightning_par.errors import LightningParError
+from lightning_par.strategies.proof import step_proof
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import own_parameters, quiet_trainer
-from tests.support.ranks.api import run_ranks
+from tests.support.ranks.api import ranks, run_ranks
 from tests.support.user_code import LAYOUTS, Messages, world_of
 
 _STEP = 4
@@ -228,3 +230,20 @@ def nan_once(module: Any) -> None:
         return output * torch.nan
 
     handle = _block(module).register_forward_hook(hook)
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["gather_state", "agree"], ids=["start", "end"])
+def test_missing_memory_of_the_proof_names_the_proof(rank: int, world: int, where: str) -> None:
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+    batches = DataLoader(token_pairs(4), batch_size=2)
+    for found in (error, RuntimeError("of another kind")):
+        strategy = Hybrid3DStrategy(**LAYOUTS["tp2"], verify="first_step")
+        made = quiet_trainer(strategy=strategy, devices=2, max_steps=1)
+        with (
+            patch.object(step_proof, where, side_effect=found),
+            pytest.raises(RuntimeError, match=str(found)) as caught,
+        ):
+            made.fit(PlainModule(), batches)
+        told = "\n".join(caught.value.__notes__)
+        assert ("verify=False trains without it" in told) == (found is error)
