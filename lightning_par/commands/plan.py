@@ -59,7 +59,8 @@ def _infer(run: "ConfiguredRun") -> None:
         tensor_parallel_size=sizes.tensor,
         pipeline_parallel_size=sizes.pipeline,
     )
-    print(f"{type(run.model).__name__} declares no plan; inferred:\n{describe_inferred(plan)}\n")
+    said = describe_inferred(plan, run.model)
+    print(f"{type(run.model).__name__} declares no plan; inferred:\n{said}\n")
     strategy.options = replace(strategy.options, plan=plan)
 
 

@@ -139,21 +139,38 @@ def refuse_all(model: nn.Module, reason: str) -> ParallelPlan:
     return ParallelPlan(refusals={"pipeline": text, "tensor": text})
 
 
-def describe_inferred(plan: ParallelPlan) -> str:
+def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
     """Return an inferred plan as Python source, and what keeps layers from being divided further.
 
     Args:
         plan: What `infer_plan` gave.
+        model: For which it gave it.
     """
     gathered = [name for name, style in plan.tensor.items() if style == "colwise_gather_output"]
     if not gathered:
         return plan.as_code()
+    stacked = [name for name in gathered if _stacks_three(name, model)]
+    why = (
+        "If that is an attention that reshapes to a fixed width, reshape(b, t, -1) there keeps "
+        "heads apart."
+    )
+    if stacked:
+        why = (
+            f"{', '.join(stacked)} stacks three parts, as query, key and value, and chunk(3) cuts "
+            "them by the whole width: give each part a Linear of its own. Behind the attention "
+            "reshape(b, t, -1) keeps heads apart."
+        )
     return (
         f"{plan.as_code()}\n"
         f"The outputs of {', '.join(gathered)} are gathered, as code behind them wants their whole "
-        "width. If that is an attention that reshapes to a fixed width, reshape(b, t, -1) there "
-        "keeps heads apart."
+        f"width. {why}"
     )
+
+
+def _stacks_three(pattern: str, model: nn.Module) -> bool:
+    """Tell whether a Linear gives three times its input, as one for query, key and value does."""
+    found = (part for name, part in model.named_modules() if match_pattern(pattern, name))
+    return any(isinstance(p, nn.Linear) and p.out_features == 3 * p.in_features for p in found)
 
 
 def _tokens(trace: Trace, layout: BatchLayout) -> dict[str, int]:

@@ -198,7 +198,7 @@ def _inferred(
         lacks = f"the plan of {name} is incomplete" if is_declared else f"{name} declares no plan"
         rank_zero_info(
             f"{lacks}; inferred from its {step}:\n"
-            f"{describe_inferred(plans[key])}\n"
+            f"{describe_inferred(plans[key], module)}\n"
             "Return it from a parallel_plan() to change it or to skip this; "
             "`lightning-par verify` proves it."
         )

@@ -91,12 +91,16 @@ def test_heads_beside_each_other_are_sharded() -> None:
 
 
 def test_stacked_heads_are_gathered() -> None:
-    plan = infer_plan(LanguageModel(structures.fused_whole_width))
+    model = LanguageModel(structures.fused_whole_width)
+    plan = infer_plan(model)
     assert plan.tensor["layers.*.attn.qkv"] == "colwise_gather_output"
-    said = describe_inferred(plan)
+    said = describe_inferred(plan, model)
     assert "outputs of layers.*.attn.qkv, layers.*.attn.proj are gathered" in said
-    divided = infer_plan(LanguageModel(structures.fused_by_head))
-    assert describe_inferred(divided) == divided.as_code()
+    assert "layers.*.attn.qkv stacks three parts" in said
+    assert "attn.proj stacks" not in said
+    model = LanguageModel(structures.fused_by_head)
+    divided = infer_plan(model)
+    assert describe_inferred(divided, model) == divided.as_code()
     assert plan.tensor["layers.*.mlp.down"] == "rowwise"
     assert not plan.divided
 
