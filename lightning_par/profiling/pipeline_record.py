@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -58,7 +59,7 @@ class StepRecord:
         transfers: Communication in the order of the calls.
         entries: Communication volume that was counted.
         expected: Communication volume that follows from the plan; lacks some axes and operations.
-        blocks: Index of a block -> seconds of its forward, the mean over the micro-batches.
+        blocks: Index of a block -> seconds of its forward, the median over the micro-batches.
     """
 
     step: int
@@ -234,7 +235,7 @@ class StepRecorder:
             transfers=self._timed(unread.transfers),
             entries=unread.entries,
             expected=unread.expected,
-            blocks=self._block_means(unread.blocks),
+            blocks=self._block_medians(unread.blocks),
         )
 
     def _timed(self, transfers: Sequence[Transfer]) -> tuple[TimedTransfer, ...]:
@@ -254,13 +255,14 @@ class StepRecorder:
             )
         return tuple(timed)
 
-    def _block_means(self, marks: Sequence[tuple[int, Any, Any]]) -> dict[int, float]:
+    def _block_medians(self, marks: Sequence[tuple[int, Any, Any]]) -> dict[int, float]:
         times = self.clock.read([mark for _, *pair in marks for mark in pair])
         found: dict[int, list[float]] = {}
         for index, (number, *_) in enumerate(marks):
             # Two times for each pair of marks.
             found.setdefault(number, []).append(times[2 * index + 1] - times[2 * index])
-        return {number: sum(all_) / len(all_) for number, all_ in found.items()}
+        # As of the actions: a call that is interrupted once does not make its block a slow one.
+        return {number: median(all_) for number, all_ in found.items()}
 
 
 class _BlockTimer:

@@ -102,6 +102,22 @@ def test_the_split_counts_what_runs_before_and_after_the_blocks():
     assert again.split.stage_blocks == (3, 4, 1)
 
 
+@pytest.mark.parametrize(
+    ("times", "now", "advised"),
+    [
+        ([1.4] * 3 + [1.0] * 5, [7, 1], (4, 4)),  # [3, 5] is little better still
+        ([1.4] * 3 + [1.0] * 5, [4, 4], (4, 4)),
+        ([1.4] * 3 + [1.0] * 5, [3, 5], (3, 5)),
+        ([2.0] * 3 + [1.0] * 5, [7, 1], (3, 5)),
+        ([2.0] * 3 + [1.0] * 5, [4, 4], (3, 5)),
+    ],
+)
+def test_another_split_has_to_promise_more_than_chance(times, now, advised):
+    bounds = ((0, now[0]), (now[0], 8))
+    steps, _ = steps_of(build_schedule("1f1b", 2, 4), bounds=bounds, block_times=times)
+    assert summarize_pipeline(steps, resolved(8), bounds).split.stage_blocks == advised
+
+
 def test_blocks_that_were_not_timed_give_no_split():
     bounds = ((0, 1), (1, 2))
     steps, _ = steps_of(build_schedule("gpipe", 2, 2), bounds=bounds, block_times=[1.0, 1.0])
