@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
