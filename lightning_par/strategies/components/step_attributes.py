@@ -117,10 +117,12 @@ class StepAttributes:
         }
         self._before: dict[Any, _Held] = {}
         self._module = module
+        self._trainer: pl.Trainer | None = None
 
     def begin(self) -> None:
         """Note what is there before a step."""
-        self._parts |= {place: _Group(group) for place, group in _groups_of(self._module).items()}
+        self._trainer = self._trainer or _trainer_of(self._module)
+        self._parts |= {place: _Group(group) for place, group in _groups_of(self._trainer).items()}
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
     def changes(self, numbers: Mapping[str, float] = MappingProxyType({})) -> dict[Any, Any]:
@@ -183,15 +185,18 @@ def hyperparameters(module: nn.Module) -> dict[str, Any]:
     """Return the hyperparameters of the optimizers of a run, by their names."""
     return {
         f"{place}[{name!r}]": value
-        for place, group in _groups_of(module).items()
+        for place, group in _groups_of(_trainer_of(module)).items()
         for name, value in group.items()
         if isinstance(value, _HYPERPARAMETERS)
     }
 
 
-def _groups_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+def _trainer_of(module: nn.Module) -> pl.Trainer | None:
+    return trainer_of(module) if isinstance(module, pl.LightningModule) else None
+
+
+def _groups_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
     """Return the parameter groups of the optimizers of a run, by their names."""
-    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     return {
         f"optimizers[{number}].param_groups[{at}]": group
         for number, optimizer in enumerate(trainer.optimizers if trainer else ())
