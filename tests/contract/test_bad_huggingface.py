@@ -132,7 +132,9 @@ def test_weights_that_have_to_be_computed_are_not_read_in_parts(tmp_path: Path) 
     reader = CheckpointReader(write_folder(tmp_path / "a.ckpt", 1))
     converter = WeightConverter(["table"], ["left", "right"], [Chunk(dim=0)])
     sources = {"table": [reader.weights().find("table")]}
-    with pytest.raises(CheckpointError, match=r"left is computed from the tensors table .*\(Chunk\)"):
+    with pytest.raises(
+        CheckpointError, match=r"left is computed from the tensors table .*\(Chunk\)"
+    ):
         _join("left", converter, sources)
 
 

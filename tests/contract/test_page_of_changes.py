@@ -103,8 +103,14 @@ PROOFS: dict[str, str] = {
         optimizers::a_rate_by_the_number_of_weights_of_named_parameters""",
     "a learning rate from `trainer.world_size` in `configure_optimizers`": """
         optimizers::learning_rate_by_the_number_of_processes""",
+    "a learning rate, or another hyperparameter, that `training_step` sets": """
+        uncommon_steps::a_rate_that_the_step_sets_by_its_number
+        uncommon_steps::a_rate_that_the_step_sets_by_its_loss""",
+    "layers that `training_step` leaves out at random, as with LayerDrop": """
+        inferred_plans::layers_left_out_at_random""",
     "parametrizations, such as spectral norm": """
-        uncommon_steps::a_norm_that_iterates_when_the_weight_is_read""",
+        uncommon_steps::a_norm_that_iterates_when_the_weight_is_read
+        counted_buffers::vectors_of_spectral_norms""",
     # Batches and losses
     "batches of any kind: dataclasses, objects, strings, lists": """
         batches::data_class batches::object_with_to batches::texts_tokenized_in_the_step
@@ -126,8 +132,10 @@ PROOFS: dict[str, str] = {
     "a step that does not run on parts of a batch, such as `topk` over its samples": """
         side_effects::a_count_of_samples_in_the_batch
         uncommon_steps::the_hardest_samples_of_a_batch""",
-    "a loss that depends on what every step moves on: a count of steps, power iterations of a "
-    "spectral norm": "side_effects::state_that_every_step_moves_on",
+    "a loss that depends on a count of steps that the step itself keeps": """
+        side_effects::state_that_every_step_moves_on""",
+    "a state that the step keeps of its samples in an attribute and reads in the next step": """
+        uncommon_steps::a_state_that_the_first_stage_reads_and_the_last_one_leaves""",
     "a loss whose formula changes after some steps: a term that begins later, `topk` after a "
     "warm-up": """
         losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on
