@@ -7,9 +7,11 @@ micro-batch: a list gets an entry of each of them. A hyperparameter of an optimi
 sets, such as its learning rate, is taken over as well.
 """
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 from torch import nn, Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
@@ -24,7 +27,7 @@ from lightning_par.observe.contents import LEFT_ALONE
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["StepAttributes", "hyperparameters"]
+__all__ = ["StepAttributes", "hyperparameters", "kept_hyperparameters"]
 
 _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
@@ -189,6 +192,23 @@ def hyperparameters(module: nn.Module) -> dict[str, Any]:
         for name, value in group.items()
         if isinstance(value, _HYPERPARAMETERS)
     }
+
+
+@contextmanager
+def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
+    """Surrounds a trial of the step; what it sets in optimizers and schedulers is put back."""
+    trainer = _trainer_of(module)
+    groups = [(group, dict(group)) for group in _groups_of(trainer).values()]
+    held = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer else []
+    found = {id(s): s for s in (*held, *vars(module).values()) if isinstance(s, LRScheduler)}
+    states = [(s, copy.deepcopy(s.state_dict())) for s in found.values()]
+    try:
+        yield
+    finally:
+        for group, before in groups:
+            group.update({n: v for n, v in before.items() if isinstance(v, _HYPERPARAMETERS)})
+        for scheduler, state in states:
+            scheduler.load_state_dict(state)
 
 
 def _trainer_of(module: nn.Module) -> pl.Trainer | None:

@@ -117,7 +117,7 @@ def check_tensor_ranks(
 
 
 def check_hyperparameters(seen: StepReport, sizes: ParallelSizes, *, any_sets: bool) -> None:
-    """Refuse a step that sets a hyperparameter of an optimizer from its samples.
+    """Refuse a step that sets a hyperparameter of an optimizer to another value for each part.
 
     Args:
         seen: What the step did on some samples and on parts of them.
@@ -131,8 +131,9 @@ def check_hyperparameters(seen: StepReport, sizes: ParallelSizes, *, any_sets: b
         name = next(iter(seen.sets), "a hyperparameter of an optimizer")
         raise ConfigurationError(
             "LP325",
-            f"training_step sets {name} from its samples. No weight was changed.\nWhy: on {sizes} "
-            "each micro-batch and replica sets another value, of its own samples.\nWhat to write: "
-            "set it in on_train_batch_end, from outputs['loss'] or trainer.callback_metrics, which "
-            "are those of the whole batch.",
+            f"training_step sets {name} to a different value for each part of a batch. No weight "
+            f"was changed.\nWhy: on {sizes} it runs for each micro-batch and replica, and the "
+            "value depends on the samples, or on how often it has run.\nWhat to write: set it in "
+            "on_train_batch_end, from outputs['loss'] or trainer.callback_metrics, which are those "
+            "of the whole batch; or use num_microbatches=1 if it depends on the number of steps.",
         )

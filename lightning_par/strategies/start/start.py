@@ -27,7 +27,10 @@ from lightning_par.observe.contents import names_in
 from lightning_par.observe.cross_entropies import LookAtLosses
 from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.components.certificate import write_certificate
-from lightning_par.strategies.components.step_attributes import hyperparameters
+from lightning_par.strategies.components.step_attributes import (
+    hyperparameters,
+    kept_hyperparameters,
+)
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
@@ -386,7 +389,7 @@ class RunStart:
         # Copies, as a step may write into its batch.
         steps, batches = self.steps, [map_tensors(batch, Tensor.clone) for batch, _ in parts]
         # Watched on every rank: some of what it gives is reduced over a group.
-        watch = _LookWatch(steps.module, batches, sharpens=made, group=group)
+        watch = _LookWatch(steps, batches, sharpens=made, group=group)
         random = steps.random
         if made:  # which says nothing of how the step draws, and may fail
             steps.random, size = steps.random_of(name), 0
@@ -395,6 +398,7 @@ class RunStart:
         try:
             with (
                 untouched(steps.module),
+                kept_hyperparameters(steps.module),
                 silent(steps.module.trainer.loggers) as watch.has_written,
                 # Parts have other shapes: torch.compile would compile the blocks anew for each of
                 # them.
@@ -442,7 +446,7 @@ class _LookWatch:
     """Watches what a look at a step computes besides losses and logs.
 
     Args:
-        module: The user's LightningModule.
+        steps: Run the user's steps.
         batches: Those on which it runs.
         sharpens: See `LookAtLosses`.
         group: See `LookAtMetrics`.
@@ -454,20 +458,23 @@ class _LookWatch:
 
     def __init__(
         self,
-        module: nn.Module,
+        steps: StepRunner,
         batches: Sequence[Any],
         *,
         sharpens: bool,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._metrics = LookAtMetrics(module, group)
+        self._metrics = LookAtMetrics(steps.module, group)
         self.losses = LookAtLosses(batches, sharpens=sharpens)
         self.has_written: Callable[[], bool] = lambda: False
-        self._module, self._ends = module, dict[int, dict[str, Any]]()
+        self._module, self._ends = steps.module, dict[int, dict[str, Any]]()
+        # Replicas each begin with the hyperparameters of the step; micro-batches follow each other.
+        self._kept = kept_hyperparameters if steps.pipeline is None else nullcontext
 
     def followed(self, index: int) -> ExitStack:
         """Surrounds the step on the batch with this number."""
         stack = self._metrics.followed(index)
+        stack.enter_context(self._kept(self._module))
         stack.callback(lambda: self._ends.update({index: hyperparameters(self._module)}))
         stack.enter_context(self.losses.of(index))
         return stack
