@@ -7,7 +7,6 @@ micro-batch: a list gets an entry of each of them. A hyperparameter of an optimi
 sets, such as its learning rate, is taken over as well.
 """
 
-import copy
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
-from lightning_par.observe.contents import LEFT_ALONE
+from lightning_par.observe.contents import copy_of, LEFT_ALONE
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -201,7 +200,7 @@ def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
     groups = [(group, dict(group)) for group in _groups_of(trainer).values()]
     held = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer else []
     found = {id(s): s for s in (*held, *vars(module).values()) if isinstance(s, LRScheduler)}
-    states = [(s, copy.deepcopy(s.state_dict())) for s in found.values()]
+    states = [(s, {n: copy_of(v) for n, v in s.state_dict().items()}) for s in found.values()]
     try:
         yield
     finally:
