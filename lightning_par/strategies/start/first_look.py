@@ -221,7 +221,7 @@ class FirstLook:
             is_random = found.is_random
             if is_whole and not found.seen and self._layout.labels is None:
                 raise ConfigurationError("LP309", refusal_of_uncounted(self._layout))
-            found = self._told_better(rules, found, batch, dims, microbatches, run)
+            found = self._told_better(rules, found, (batch, parts[0][0]), dims, microbatches, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
@@ -379,7 +379,7 @@ class FirstLook:
         self,
         rules: Sequence[LossRule],
         found: _Finding,
-        batch: Any,
+        batches: tuple[Any, Any],
         dims: BatchDims,
         microbatches: int,
         run: RunParts,
@@ -389,14 +389,14 @@ class FirstLook:
         Args:
             rules: Those that may hold.
             found: By all replicas.
-            batch: That of this replica.
+            batches: That of this replica, and its samples that were looked at.
             dims: Which entries have a batch dim.
             microbatches: Into how many a batch is cut.
             run: Runs the step.
         """
 
         def tried(*rows: list[int]) -> _Finding | None:
-            cut = [(take_samples(batch, dims, each), len(each)) for each in rows]
+            cut = [(take_samples(batches[0], dims, each), len(each)) for each in rows]
             return self._try(rules, cut, run)
 
         if found.samples == 1 and not found.is_random:
@@ -410,13 +410,12 @@ class FirstLook:
         if found.samples >= 4 and not found.seen:
             # In the order of the halves: a step that draws for the samples gives each its numbers.
             # A mean over groups of samples is one over samples where groups are equally large.
-            uneven = [0, 0, 0, found.samples - 1]
             if found.samples // microbatches >= 2:
-                others = [[[0, 2, 1, 3], [0, 2], [1, 3]], [uneven, uneven[:2], uneven[2:]]]
-            else:
-                others = [[[row, row + 1], [row], [row + 1]] for row in range(3)]
-                others.append([uneven, *([row] for row in uneven)])
-            return self._crossed(rules, found, batch, dims, run, others)
+                others = [[[0, 2, 1, 3], [0, 2], [1, 3]], [[0, 0, 0, 3], [0, 0], [0, 3]]]
+                return self._crossed(rules, found, batches[1], dims, run, others)
+            others = [[[row, row + 1], [row], [row + 1]] for row in range(3)]
+            others.append([[0, 0, 0, 1], [0], [0], [0], [1]])
+            return self._crossed(rules, found, batches[0], dims, run, others)
         return found
 
     def _crossed(
