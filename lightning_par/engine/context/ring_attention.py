@@ -27,6 +27,7 @@ from lightning_par.engine.context.kernels.select import choose_kernel
 from lightning_par.engine.context.ring_p2p import KeyValues, PendingExchange, RingChannel
 from lightning_par.engine.context.ring_schedule import (
     AttentionBlock,
+    Interval,
     ring_steps,
     RingSchedule,
     RingStep,
@@ -281,8 +282,8 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
         places = () if step.send_gradients is None else step.send_gradients.intervals
         is_direct = call.schedule.route == "direct"
         # What one block finds is sent as it is, so that nothing has to be summed in float32.
-        is_whole = is_direct and len(step.blocks) == 1 and (step.blocks[0].keys,) == places
-        part = KeyValues.empty(places, own, own.flat.dtype if is_whole else kind)
+        is_sent = is_direct and _is_one_block(step, places)
+        part = KeyValues.empty(places, own, own.flat.dtype if is_sent else kind)
         if is_direct:
             _add_step(call, step, saved, held, of_query, part)
             part = part.to(own.flat.dtype)
@@ -296,6 +297,11 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
             returning = call.channel.post(*ways, part)
     call.collect(returning, home)
     return of_query.to(saved.query.dtype), home
+
+
+def _is_one_block(step: RingStep, places: Sequence[Interval]) -> bool:
+    """Whether a step is one block, whose keys are all of these places."""
+    return len(step.blocks) == 1 and (step.blocks[0].keys,) == places
 
 
 def _add_step(
@@ -320,7 +326,7 @@ def _add_step(
     """
     # One block that covers all of `total` can be stored; others are added to zeros.
     # Spares a pass over memory that sets zeros.
-    whole = len(step.blocks) == 1 and (step.blocks[0].keys,) == total.intervals and not earlier
+    whole = _is_one_block(step, total.intervals) and not earlier
     if not whole:
         total.flat.zero_()
     if earlier is not None:

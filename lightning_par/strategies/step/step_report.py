@@ -24,7 +24,7 @@ class StepReport:
         leaves: Names of attributes of the LightningModule that it changes.
         terms: For each batch, the terms of which each of its losses is the sum.
         writes: Whether it writes by itself: to loggers, the terminal or files.
-        sets: Names of hyperparameters of optimizers that it sets from its samples.
+        sets: Names of hyperparameters of optimizers that it sets to different values for them.
     """
 
     losses: list[tuple[float, ...]]
