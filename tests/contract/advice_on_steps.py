@@ -305,7 +305,10 @@ STEPS: dict[str, dict[str, str]] = {
         "gradient_norms()": "gradients::norms_from_the_strategy",
         "gradient_clip_val": "optimizers::prodigy_that_adapts",
     },
-    "LP411": {"no pipeline": "uncommon_steps::penalty_on_the_gradient_of_the_input"},
+    "LP411": {
+        "no pipeline": "uncommon_steps::penalty_on_the_gradient_of_the_input",
+        "if tensor.requires_grad:": "cures::a_hook_on_the_gradient_of_the_logits",
+    },
     "LP412": {
         "EMAWeightAveraging, WeightAveraging": (
             "distributed/test_weight_averaging.py::"

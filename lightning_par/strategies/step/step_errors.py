@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, TracebackType
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,7 @@ from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 __all__ = ["explain_mixing", "raise_explained"]
 
 _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
+_NEEDS_GRADIENT = re.compile(r"register a hook on a tensor that doesn't|can't retain_grad on Tensor")
 
 
 def raise_explained(
@@ -41,7 +43,7 @@ def raise_explained(
     told: LightningParError | None
     told = explain_mixing(module, error) or explain_shards(module, error)
     if told is None and refuse is not None:
-        told = explain_absent(module, error, _names_read(error)) or _explain_inner_gradients(error)
+        told = explain_absent(module, error, _names_read(error)) or _explain_gradients(error)
         if told is not None and refuse(told):
             return
     if told is None:
@@ -65,15 +67,24 @@ def _names_read(error: Exception) -> set[str]:
     return read
 
 
-def _explain_inner_gradients(error: Exception) -> ConfigurationError | None:
-    """Return what to do about a step that asks for gradients by itself, under a pipeline.
+def _explain_gradients(error: Exception) -> ConfigurationError | None:
+    """Return what to do about a step under a pipeline that asks for gradients by itself, or that
+    needs them where the step is only looked at.
 
     Args:
         error: What code of the user raised.
 
     Returns:
-        None if it was raised elsewhere.
+        None if the error is about something else.
     """
+    if _NEEDS_GRADIENT.search(str(error)) and not torch.is_grad_enabled():
+        return ConfigurationError(
+            "LP411",
+            "training_step registers a hook on a tensor, or calls retain_grad() on it. Before the "
+            "first step of a pipeline, training_step runs once on a few samples without "
+            f"gradients, where torch refuses that: {error} Write `if tensor.requires_grad:` "
+            "before that call.",
+        )
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = Path("torch", "autograd", "__init__.py").parts
     # Torch's own engine in the traceback means that the step asked for gradients.

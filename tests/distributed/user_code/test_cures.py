@@ -234,6 +234,18 @@ def a_hook_that_calls_a_replicated_head(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP411", r"registers a hook on a tensor.*`if tensor\.requires_grad:`")
+def a_hook_on_the_gradient_of_the_logits(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch[0])
+            if logits.requires_grad or not cured:
+                logits.register_hook(lambda gradient: 0.5 * gradient)
+            return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    return Module()
+
+
 @CURES.add(
     "LP406", r"net\.blocks\.\d is called outside of a step.*the module that holds all blocks"
 )
