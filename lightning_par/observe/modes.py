@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.upstream.functions import with_visible_calls
+
 __all__ = ["DoublePrecision", "WithoutDropout"]
 
 
@@ -111,6 +113,9 @@ class WithoutDropout(TorchFunctionMode):
             # `torch.dropout(input, p, train)` names what `F.dropout` does otherwise.
             options = {_NAMES.get(name, name): v for name, v in options.items()}
             return self._keep_all(*args, **options)
+        if func is F.multi_head_attention_forward:
+            with self:  # for the dropout of its attention weights
+                return with_visible_calls(func)(*args, **options)
         if func is F.scaled_dot_product_attention:
             at = _ATTENTION_DROPOUT
             given = args[at] if len(args) > at else options.pop("dropout_p", 0.0)

@@ -3,10 +3,11 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
-__all__ = ["copied_function", "diverted", "replaced"]
+__all__ = ["copied_function", "diverted", "replaced", "with_visible_calls"]
 
 _TARGET = "lightning_par_diverted"
 
@@ -58,6 +59,29 @@ def copied_function(function: Callable[..., Any]) -> Callable[..., Any]:
     made = FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__)
     made.__kwdefaults__ = inner.__kwdefaults__
     return made
+
+
+@cache
+def with_visible_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a function of torch, whose calls of other functions a mode sees.
+
+    A function of `torch.nn.functional` hands itself to a `TorchFunctionMode` that is on, and runs
+    without it. The copy runs at once, so that the mode gets what it calls.
+
+    Args:
+        function: A function written in Python that asks `has_torch_function` and its variants.
+    """
+    inner = cast(FunctionType, inspect.unwrap(function))
+    asked = {name: _has_none for name in inner.__globals__ if name.startswith("has_torch_function")}
+    scope = {**inner.__globals__, **asked}
+    made = FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__)
+    made.__kwdefaults__ = inner.__kwdefaults__
+    return made
+
+
+def _has_none(*_: Any) -> bool:
+    """Stands for `torch.overrides.has_torch_function`."""
+    return False
 
 
 @contextmanager

@@ -77,8 +77,7 @@ class Case:
         strategy: More options of the strategy.
         trainer: More options of the Trainer, or a function that returns them.
         batch_size: Samples of a global batch.
-        tolerance: Allowed difference of weights, absolute; logged losses, which Lightning may keep
-            in float32, may differ by 1e-6 or by this, if it is more.
+        tolerance: Allowed difference of weights and logged losses, absolute.
     """
 
     make: Callable[[], tuple[Any, ...]]
@@ -157,9 +156,7 @@ class Cases:
         wanted = _one_process(self._file, case)
         tolerance = self.cases[case].tolerance
         for result in results:
-            torch.testing.assert_close(
-                result["losses"], wanted["losses"], rtol=0, atol=max(1e-6, tolerance)
-            )
+            torch.testing.assert_close(result["losses"], wanted["losses"], rtol=0, atol=tolerance)
         weights = results[0]["weights"]
         assert set(weights) == set(wanted["weights"])
         for name, weight in weights.items():

@@ -213,7 +213,7 @@ class PipelinedSteps:
         if self._sequence is not None:
             value = self._sequence.mean(value, weights.own)
         self._check_stub(value, signatures, torch.stack(weights.scales))
-        replay_logs(self.module, logs, weights, sum(sizes))
+        replay_logs(self.module, logs, weights, sum(sizes), context)
         self._name_unknown(extras, len(parts))
         loss = self._deferred_loss(value, parameters, computed, factor)
         output = loss if extras is None else {**extras, "loss": loss}
@@ -257,7 +257,7 @@ class PipelinedSteps:
             logs = combine_logs(calls, weights.shares, *names, sizes)
             found = to_cpu(merged), [_log_to_cpu(call) for call in logs]
         output, logs = self.from_last_stage(found)
-        replay_logs(self.module, logs, weights, sum(sizes))
+        replay_logs(self.module, logs, weights, sum(sizes), context)
         return output
 
     def look(

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_par.engine.rng import is_own_draw, real_draws
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.upstream.autograd import backward_inside
+from lightning_par.upstream.functions import with_visible_calls
 
 __all__ = ["Rows", "Tokens", "WholeDraws"]
 
@@ -428,6 +429,19 @@ def _attention(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[st
     return func(*args, **kwargs)
 
 
+def _composite(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch that draws by other functions, which the mode gets."""
+    with mode:
+        return with_visible_calls(func)(*args, **kwargs)
+
+
+def _opaque(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a kind of dropout whose mask is no factor, for the given samples only."""
+    if any(value is True for value in (*args, *kwargs.values())):  # training=True, or by place
+        mode.is_opaque = True
+    return func(*args, **kwargs)
+
+
 def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     mode.note_generator(kwargs)
     tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
@@ -455,6 +469,8 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
         _pointwise: (torch.bernoulli, Tensor.bernoulli, torch.multinomial, Tensor.multinomial),
         _dropout: (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
         _attention: (F.scaled_dot_product_attention,),
+        _composite: (F.gumbel_softmax, F.multi_head_attention_forward),
+        _opaque: (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, F.rrelu),
         _inseparable: (torch.poisson, torch.binomial),
     }
     # torch.rand and Tensor.normal_ arrive under the function that the user called, before any

@@ -24,7 +24,9 @@ from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 __all__ = ["explain_mixing", "raise_explained"]
 
 _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
-_NEEDS_GRADIENT = re.compile(r"register a hook on a tensor that doesn't|can't retain_grad on Tensor")
+_NEEDS_GRADIENT = re.compile(
+    r"register a hook on a tensor that doesn't|can't retain_grad on Tensor"
+)
 
 
 def raise_explained(

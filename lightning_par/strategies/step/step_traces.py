@@ -7,7 +7,7 @@ is the mean that one process would have logged.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -452,6 +452,7 @@ def replay_logs(
     calls: Sequence[LogCall],
     weights: BatchWeights | None,
     batch_size: int,
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """Carry out, on this rank, the calls that the last stage combined.
 
@@ -460,19 +461,23 @@ def replay_logs(
         calls: What `combine_logs` gave, the same on every stage.
         weights: Weights of this replica's micro-batches, or None if it is the only replica.
         batch_size: Samples of this replica's batch, for calls that do not say.
+        context: Precision plugin's context of the step, whose dtype the logged numbers get.
     """
     # On every stage: with sync_dist=True `self.log` ends in a collective of all ranks, and
     # callbacks read the value on each of them.
-    for call in calls:
-        if call.metric is not None:
-            metric = module.get_submodule(call.metric)
-            set_last_batch_value(metric, call.value)
-            module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
-            continue
-        options = _without_samples(call.name, call.value, call.options, weights)
-        value = _joined(module, call.value, options, weights, batch_size)
-        value, options = _weighted(call.name, value, options, weights)
-        options = {"batch_size": batch_size, **options}
-        if isinstance(value, Tensor):
-            value = value.to(torch.get_default_dtype()).to(module.device)
-        module.log(call.name, value, **options)
+    with context():
+        for call in calls:
+            if call.metric is not None:
+                metric = module.get_submodule(call.metric)
+                set_last_batch_value(metric, call.value)
+                module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
+                continue
+            options = _without_samples(call.name, call.value, call.options, weights)
+            value = _joined(module, call.value, options, weights, batch_size)
+            value, options = _weighted(call.name, value, options, weights)
+            options = {"batch_size": batch_size, **options}
+            if isinstance(value, Tensor):
+                # As Lightning keeps them: in float32, or in float64.
+                dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+                value = value.to(dtype).to(module.device)
+            module.log(call.name, value, **options)

@@ -76,6 +76,15 @@ def masking_by_the_order_of_noise() -> Any:
 
 
 @CASES.add(equal="pp2 zero3")
+def classes_drawn_by_a_function_of_torch() -> Any:
+    class Module(Denoiser):
+        def noise(self, h: Tensor, batch_idx: int) -> Tensor:
+            return F.gumbel_softmax(torch.zeros(h.shape, dtype=h.dtype), hard=True).to(h.device)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2 zero3")
 def seeded_in_the_step() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:

@@ -163,7 +163,7 @@ def test_a_step_alone_is_that_of_a_trainer() -> None:
 
 
 def test_without_dropout_nothing_is_drawn() -> None:
-    x = torch.ones(2, 1, 4, 8)
+    x, attention = torch.ones(2, 1, 4, 8), nn.MultiheadAttention(8, 2, dropout=0.5)
     before = torch.get_rng_state()
     with WithoutDropout() as mode:
         torch.testing.assert_close(F.feature_alpha_dropout(x, 0.5, True), x)
@@ -172,5 +172,8 @@ def test_without_dropout_nothing_is_drawn() -> None:
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
         F.scaled_dot_product_attention(x, x, x, None, 0.5, True)
         assert x.new_empty(3).bernoulli_(0.9).tolist() == [1.0, 1.0, 1.0]
-    assert mode.calls == 6
+        for needs_weights in (False, True):
+            mixed, _ = attention(x[0], x[0], x[0], need_weights=needs_weights)
+    assert mode.calls == 8
+    torch.testing.assert_close(mixed, attention.eval()(x[0], x[0], x[0])[0])
     assert torch.equal(before, torch.get_rng_state())
