@@ -137,6 +137,7 @@ STEPS: dict[str, dict[str, str]] = {
         "draw in the data set or the collate function": (
             "cures_in_data::weights_from_a_generator_of_the_step"
         ),
+        "step the optimizer after every n-th batch": "cures_of_steps::a_step_that_cuts_its_batch",
     },
     "LP310": {
         "sequence_parallel=False": "random_draws::noise_like_the_activations",
@@ -170,7 +171,8 @@ STEPS: dict[str, dict[str, str]] = {
     "LP315": {
         "self.manual_backward(loss)": (
             "distributed/test_manual_optimization.py::two_losses_over_labels_that_count"
-        )
+        ),
+        "change parameter.grad after it": "cures_of_steps::gradients_of_one_rank",
     },
     "LP316": {
         "options by keyword": "cures_of_steps::options_of_a_log_by_place",

@@ -15,6 +15,7 @@ __all__ = ["refusal_of_loss", "refusal_of_uncounted"]
 
 _DRAWS = {"bernoulli", "default_rng", "generator", "Generator", "multinomial", "rand", "rand_like"}
 _COMPARES = {"all_gather", "cdist", "cosine_similarity", "mT", "roll", "T"}
+_CUTS = {"chunk", "split", "tensor_split"}
 _RANKS = {"argsort", "kthvalue", "median", "quantile", "sort", "topk"}
 """Names in the code of a step that point to a cause, and so to the cure that comes first."""
 
@@ -76,6 +77,12 @@ def _cures(names: set[str], dims: BatchDims, whole: str) -> list[str]:
             "name of an entry, or a function of the batch that returns its weight.",
         ),
         (
+            "grad" in names,
+            "If the step takes gradients by torch.autograd.grad, average them over the replicas "
+            "by self.all_gather(gradient).mean(0), declare loss_weight='samples', and use one "
+            "micro-batch.",
+        ),
+        (
             not names.isdisjoint(_COMPARES),
             "If samples are compared with each other (in-batch negatives), gather them with "
             "self.all_gather(..., sync_grads=True), declare loss_weight='samples', and use one "
@@ -85,6 +92,12 @@ def _cures(names: set[str], dims: BatchDims, whole: str) -> list[str]:
             not names.isdisjoint(_DRAWS),
             "If the step draws what counts in its loss, or draws from a generator of its own, draw "
             "in the dataset or collate_fn instead.",
+        ),
+        (
+            not names.isdisjoint(_CUTS),
+            "If the step cuts its batch and accumulates the gradients of the parts, let the data "
+            "loader give such parts as batches, and use Trainer(accumulate_grad_batches=...), or, "
+            "in manual optimization, call optimizer.step() after every n-th batch.",
         ),
     ]
     if len(cut) > 1:

@@ -18,6 +18,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import batch_entry, BatchDims, take_samples
+from lightning_par.errors import PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.step.batch_weights import (
     count_entries,
@@ -249,7 +250,10 @@ def choose_parts(
     rows = [take_samples(batch, dims, [index]) for index in range(count)]
     orders = [list(range(count))]
     for rule in rules:
-        weights = [float(rule.weigh(row, 1)) for row in rows]
+        try:
+            weights = [float(rule.weigh(row, 1)) for row in rows]
+        except PlanError:  # as of a step that cuts its batch by itself
+            continue
         if len(set(weights)) > 1:
             # Sorted by weight, the lightest and the heaviest samples are the ends: there rules
             # differ most.

@@ -1,13 +1,14 @@
 """Steps that run their own backwards and optimizers (manual optimization)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn, Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.gradient_norms import GradientNorms
@@ -124,11 +125,32 @@ class ManualSteps:
             # too.
             self._is_looking = True
             try:
-                yield losses
+                with _OwnGradients():
+                    yield losses
             finally:
                 self._is_looking = False
                 for parameter, gradient in zip(parameters, kept, strict=True):
                     parameter.grad = gradient
+
+
+class _OwnGradients(TorchFunctionMode):
+    """Refuses gradients of parameters that a step asks for by itself."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            given = args[1] if len(args) > 1 else kwargs["inputs"]
+            inputs = [given] if isinstance(given, Tensor) else given
+            if any(isinstance(each, nn.Parameter) for each in inputs):
+                raise ConfigurationError(
+                    "LP315",
+                    "training_step calls torch.autograd.grad for parameters, which gives the "
+                    "gradients of one rank only. Call self.manual_backward(loss), which sums them "
+                    "over the ranks, and read or change parameter.grad after it.",
+                )
+        return func(*args, **kwargs)
 
 
 def _only_closure(closure: Callable[[], Any] | None = None, **_: Any) -> Any:

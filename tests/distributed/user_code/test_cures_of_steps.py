@@ -9,6 +9,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
+from lightning_par import BatchLayout
 from tests.distributed.user_code.test_writes import KeepingLogger
 from tests.support.cures import Cures
 from tests.support.models.plain_language_model import PlainModule
@@ -260,6 +261,74 @@ def a_step_that_optimizes_by_itself(cured: bool) -> nn.Module:
                 self.manual_backward(loss)
                 optimizer.step()
             return loss
+
+    return Module()
+
+
+class Manual(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@CURES.add("LP309", r"cuts its batch and accumulates .*after every n-th batch", "zero1")
+def a_step_that_cuts_its_batch(cured: bool) -> nn.Module:
+    class Module(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers()
+            halves = list(zip(*(entry.chunk(2) for entry in batch), strict=True))
+            for part in [batch] if cured else halves:
+                self.manual_backward(super().training_step(part, batch_idx) / 2)
+            if not cured or batch_idx % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Module()
+
+
+@CURES.add(
+    "LP309",
+    r"What to write:\n  - If the step takes gradients .*all_gather\(gradient\)\.mean\(0\)",
+    "zero1",
+    batch=BatchLayout(loss_weight="samples"),
+)
+def a_weight_of_a_loss_by_gradients(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch[0])
+            terms = (
+                F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()),
+                logits.square().mean(),
+            )
+            found = [torch.autograd.grad(t, logits, retain_graph=True)[0].sum(0) for t in terms]
+            if cured:
+                found = [
+                    self.all_gather(gradient).view(-1, *gradient.shape).mean(0)
+                    for gradient in found
+                ]
+            weight = found[0].norm() / found[1].norm()
+            return terms[0] + weight.detach() * terms[1]
+
+    return Module()
+
+
+@CURES.add("LP315", r"autograd\.grad for parameters.*change parameter\.grad after", "zero1")
+def gradients_of_one_rank(cured: bool) -> nn.Module:
+    class Module(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers()
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            if cured:
+                self.manual_backward(loss)
+            members = list(self.parameters())
+            if cured:
+                found = [p.grad for p in members]
+            else:
+                found = list(torch.autograd.grad(loss, members, allow_unused=True))
+            for p, gradient in zip(members, found, strict=True):
+                p.grad = None if gradient is None else 0.5 * gradient
+            optimizer.step()
 
     return Module()
 
