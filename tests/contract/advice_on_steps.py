@@ -137,6 +137,7 @@ STEPS: dict[str, dict[str, str]] = {
         "draw in the data set or the collate function": (
             "cures_in_data::weights_from_a_generator_of_the_step"
         ),
+        "average gradients over the replicas": "cures_of_steps::a_weight_of_a_loss_by_gradients",
         "step the optimizer after every n-th batch": "cures_of_steps::a_step_that_cuts_its_batch",
     },
     "LP310": {
