@@ -4,7 +4,7 @@ Note [Attributes of a step]: what a step does after the blocks is done on the la
 only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
 micro-batch: a list gets an entry of each of them. A hyperparameter of an optimizer that the step
-sets, such as its learning rate, is taken over as well.
+sets, such as its learning rate, is taken over as well, and `trainer.should_stop`.
 """
 
 import sys
@@ -184,7 +184,7 @@ class StepAttributes:
 
 
 def hyperparameters(module: nn.Module) -> dict[str, Any]:
-    """Return the hyperparameters of the optimizers of a run, by their names."""
+    """Return the hyperparameters of optimizers and plain attributes of the Trainer, by name."""
     return {
         f"{place}[{name!r}]": value
         for place, group in _groups_of(_trainer_of(module)).items()
@@ -195,7 +195,9 @@ def hyperparameters(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
-    """Surrounds a trial of the step; what it sets in optimizers and schedulers is put back."""
+    """Surrounds a trial of the step; what it sets in optimizers, schedulers and the Trainer is put
+    back.
+    """
     trainer = _trainer_of(module)
     groups = [(group, dict(group)) for group in _groups_of(trainer).values()]
     held = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer else []
@@ -215,8 +217,11 @@ def _trainer_of(module: nn.Module) -> pl.Trainer | None:
 
 
 def _groups_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
-    """Return the parameter groups of the optimizers of a run, by their names."""
-    return {
+    """Return the parameter groups of the optimizers of a run, and the attributes of its Trainer, of
+    which a step may set `should_stop`; by their names.
+    """
+    own = {} if trainer is None else {"trainer": vars(trainer)}
+    return own | {
         f"optimizers[{number}].param_groups[{at}]": group
         for number, optimizer in enumerate(trainer.optimizers if trainer else ())
         for at, group in enumerate(optimizer.param_groups)
@@ -224,7 +229,7 @@ def _groups_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
 
 
 class _Group:
-    """A parameter group of an optimizer, whose entries are attributes here."""
+    """A parameter group of an optimizer, or a Trainer; its entries are attributes here."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.__dict__ = group

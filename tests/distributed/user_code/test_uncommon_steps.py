@@ -61,6 +61,20 @@ def a_generator_that_the_module_keeps() -> Any:
     return Module(), vectors()
 
 
+@CASES.add(equal="tp2 zero1 pp2")
+def a_stop_that_the_step_asks_for() -> Any:
+    """The look at the step as in the last one of the run does not stop the run."""
+
+    class Module(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.global_step >= 2:
+                self.trainer.should_stop = True
+            return loss
+
+    return Module(), vectors()
+
+
 @CASES.add(equal="tp2 zero3 pp2")
 def a_norm_that_iterates_when_the_weight_is_read() -> Any:
     return Classifier(layers(spectral_norm(nn.Linear(16, 32)))), vectors()
