@@ -140,7 +140,9 @@ def build_mesh(
     world = dist.get_world_size()
     if sizes.world_size != world:
         raise MeshError(
-            "LP102", f"{sizes} needs {sizes.world_size} ranks, but the world has {world}."
+            "LP102",
+            f"{sizes} needs {sizes.world_size} ranks, but torch.distributed runs with {world} "
+            f"ranks. Start {sizes.world_size} processes, or use other sizes.",
         )
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     if timeout is not None:

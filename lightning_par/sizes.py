@@ -64,8 +64,9 @@ class ParallelSizes:
         if self._expert_ranks % self.expert:
             raise MeshError(
                 "LP103",
-                f"expert_parallel_size={self.expert} does not divide the {self._expert_ranks} data-"
-                f"parallel ranks that may divide experts; use {_divisors(self._expert_ranks)}.",
+                f"expert_parallel_size={self.expert} does not divide the {self._expert_ranks} "
+                "data-parallel ranks over which experts can be sharded. Use "
+                f"{_divisors(self._expert_ranks)}.",
             )
 
     @property
@@ -165,9 +166,9 @@ def _divisors(number: int) -> str:
 
 
 _PLANNED = (
-    "auto_parallel chooses the sizes when trainer.fit sets up the model; before that they are not "
-    "known. Run lightning-par search --samples N, which prints the sizes of layouts for N samples "
-    "a step, and pass them to Hybrid3DStrategy."
+    "auto_parallel chooses the parallel sizes when trainer.fit sets up the model, so the sizes "
+    "are not known yet. Run lightning-par search --samples N, which prints the fastest parallel "
+    "sizes for N samples a step, and pass these sizes to Hybrid3DStrategy."
 )
 
 
@@ -272,8 +273,9 @@ def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> 
         )
     elif zero_stage == 0 and replicate != dp:
         problems.append(
-            f"data_parallel_replicate_size={replicate} with zero_stage=0: stage 0 shards nothing "
-            f"over the {dp} replicas; leave it out, or use zero_stage=1, 2 or 3."
+            f"data_parallel_replicate_size={replicate} has no effect with zero_stage=0, which "
+            f"shards nothing over the {dp} replicas. Leave data_parallel_replicate_size out, or "
+            "use zero_stage=1, 2 or 3."
         )
     return problems
 

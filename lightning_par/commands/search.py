@@ -162,7 +162,11 @@ def _fastest(trials: "list[Trial]", tries: int) -> int:
     """
     if all(trial.seconds is None for trial in trials):
         problems = "\n".join(f"- {trial.layout}: {trial.problem}" for trial in trials)
-        raise MeshError("LP105", f"--try {tries}: no layout trains here.\n{problems}")
+        raise MeshError(
+            "LP105",
+            f"--try {tries}: none of the layouts that were tried could train on this machine. "
+            f"Mend the first of these problems:\n{problems}",
+        )
     return trials.index(min(trials, key=_seconds))
 
 

@@ -82,9 +82,10 @@ def find_batch_dims(
     if len(set(declared.values())) > 1:
         raise PlanError(
             "LP301",
-            f"the declared batch entries have different numbers of samples: {declared}. Declare "
-            "the batch dim of an entry where it is not 0 in BatchLayout(batch_dims=...), and "
-            "entries without one in BatchLayout(whole=...).",
+            "the batch entries that BatchLayout declares have different numbers of samples: "
+            f"{declared}. If the batch dim of an entry is not dim 0, declare it in "
+            "BatchLayout(batch_dims=...). If an entry has no batch dim, name it in "
+            "BatchLayout(whole=...).",
         )
     seen = {extents[path][0] for path in known if path in extents}
     given = {*sizes} & {size for size, _ in extents.values()}
@@ -99,7 +100,9 @@ def find_batch_dims(
             return BatchDims()
         size, unsure = next(iter(tensors.values())), _describe(tensors)
     if not declared and not seen and sizes and not given and size > max(sizes):
-        unsure = f"{_describe(extents, pairs=True)}, while the data loader gives {max(sizes)}"
+        unsure = (
+            f"{_describe(extents, pairs=True)}, while the data loader has batch_size={max(sizes)}"
+        )
     dims = dict(_cuts(batch, "", layout, size))
     others = tuple(p for p, n in tensors.items() if n != size and p not in dims)
     below = tuple(f"{path}." for path in dims)
@@ -155,13 +158,14 @@ class BatchDimsFinder:
         elif must_know:
             raise PlanError(
                 "LP301",
-                f"which entries of the batch have a batch dim cannot be told from their shapes: "
-                f"{dims.unsure}. It has to be known for {self._divided}. Declare the entries that "
-                "have one in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
-                "that have none in BatchLayout(whole=(entry, ...)); a batch that cannot be cut "
-                "needs num_microbatches=1. If several data loaders give a step unequal numbers of "
-                "samples, declare how the losses of replicas add up: loss_weight='samples' for "
-                "means, 'sum' for sums.",
+                "the shapes of the batch entries do not tell which of them have a batch dim: "
+                f"{dims.unsure}. This has to be known to divide the batch for {self._divided}. "
+                "Declare entries that have a batch dim in "
+                "ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), and entries without "
+                "one in BatchLayout(whole=(entry, ...)). Use num_microbatches=1 for a batch that "
+                "cannot be cut. If several data loaders give a step unequal numbers of samples, "
+                "declare how the losses of the replicas are combined: "
+                "BatchLayout(loss_weight='samples') for a mean, 'sum' for a sum.",
             )
         return dims
 
@@ -250,7 +254,11 @@ def batch_size(batch: Any) -> int:
     """
     size = find_batch_dims(batch, BatchLayout()).size
     if size is None:
-        raise ConfigurationError("LP301", "the batch holds nothing with a batch dim: no tensor.")
+        raise ConfigurationError(
+            "LP301",
+            "the number of samples cannot be read from this batch, since it contains no tensor "
+            "with a batch dim. Return at least one tensor of shape [B, ...] from the collate_fn.",
+        )
     return size
 
 
@@ -348,7 +356,11 @@ def batch_entry(batch: Any, path: str) -> Any:
                 has = f"has {len(value)} entries ({kind}), called '0', '1' and so on"
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
-            raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")
+            raise PlanError(
+                "LP302",
+                f"the plan names the batch entry {path!r}, but {where} {has}. Correct the name in "
+                "BatchLayout, or add the entry to the batch.",
+            )
         value = found[step]
         passed.append(step)
     return value
@@ -396,9 +408,10 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
     if not -len(shape) <= dim < len(shape):
         raise PlanError(
             "LP302",
-            f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
-            f"{shape}{' (it is None)' * (entry is None)}. Leave out of BatchLayout(labels=..., "
-            "sequence_dims=...) what some batches lack.",
+            f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
+            f"its shape is {shape}{' (the entry is None)' * (entry is None)}. Correct the dim in "
+            "BatchLayout(sequence_dims=...), or remove the entry from labels= and sequence_dims= "
+            "if some batches do not have it.",
         )
     return int(shape[dim])
 
@@ -470,8 +483,9 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
     if labels is None:
         raise PlanError(
             "LP302",
-            f"the batch has no entry {path!r}, which its layout names as the labels. If some have "
-            "none, name none: ParallelPlan(batch=BatchLayout()); the rule of the loss is found.",
+            f"the batch has no entry {path!r}, which BatchLayout(labels=...) names as the labels. "
+            "If some batches have no labels, declare none: with ParallelPlan(batch=BatchLayout()) "
+            "the weights of the batches in the loss are found by comparing losses.",
         )
     if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)

@@ -299,12 +299,12 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise ConfigurationError(
             "LP320",
-            "the step takes the gradient of a gradient (create_graph=True) through an operation "
-            "that has none on a mesh: the cross-entropy of logits that are divided over the "
-            "vocabulary, tokens that go to experts of other ranks, attention on divided sequences, "
-            "or a sharded parameter that the step reads. Give the head the style "
-            "'colwise_gather_output'; or use expert_parallel_size=1, context_parallel_size=1 and "
-            "a zero_stage below 3.",
+            "the step computes a gradient of a gradient (create_graph=True), but an operation in "
+            "it has no second derivative on this mesh. These operations are the cross-entropy of "
+            "logits sharded over the vocabulary, the dispatch of tokens to experts of other "
+            "ranks, attention on divided sequences, and reading a sharded parameter in the step. "
+            "Give the head the style 'colwise_gather_output', and use expert_parallel_size=1, "
+            "context_parallel_size=1 and a zero_stage below 3.",
         )
 
 

@@ -286,7 +286,11 @@ def on_first_tensor(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         if isinstance(leaf, Tensor):
             leaves[place] = function(leaf)
             return tree_unflatten(leaves, spec)
-    raise PlanError("LP207", "a module with a tensor style was called without a tensor.")
+    raise PlanError(
+        "LP207",
+        "a module that has a tensor style was called without a tensor argument. Pass its input as "
+        "a tensor, or give the style to a submodule that is called with one.",
+    )
 
 
 def _is_no_container(node: Any) -> bool:

@@ -137,8 +137,8 @@ def _attend(
     if dropout > 0:
         raise ConfigurationError(
             "LP305",
-            f"{type(module).__name__} drops out attention weights ({dropout}), which is not "
-            "supported on divided sequences. Set attention_dropout (attn_pdrop, "
+            f"{type(module).__name__} applies dropout={dropout} to attention weights, which is "
+            "not supported with context parallelism. Set attention_dropout (attn_pdrop, "
             "attention_probs_dropout_prob) of its configuration to 0.",
         )
     beside = [name for name in _BESIDE if others.get(name) is not None]
@@ -146,7 +146,7 @@ def _attend(
         raise ConfigurationError(
             "LP305",
             f"{type(module).__name__} changes its attention weights ({', '.join(beside)}), which "
-            "is not supported on divided sequences. Use context_parallel_size=1.",
+            "is not supported with context parallelism. Use context_parallel_size=1.",
         )
     # As transformers' own functions decide: the argument, else the module, else causal.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -173,7 +173,7 @@ def _check_packing(batch: Any) -> None:
     if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
         raise ConfigurationError(
             "LP305",
-            "position_ids of this batch start again inside a row, so a row holds several "
+            "position_ids of this batch start again at 0 inside a row, so the row holds several "
             "documents. Context parallelism cannot divide such rows for models of Hugging Face. "
-            "Use context_parallel_size=1, or one document in a row.",
+            "Use context_parallel_size=1, or put one document in each row.",
         )

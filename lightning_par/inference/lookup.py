@@ -39,14 +39,16 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
             if not isinstance(plan, ParallelPlan):
                 raise PlanError(
                     "LP201",
-                    f"{type(child).__name__}.parallel_plan() returned {plan!r}: return a "
-                    "ParallelPlan, or leave the method out to have the plan inferred.",
+                    f"{type(child).__name__}.parallel_plan() returned {plan!r}, which is no "
+                    "ParallelPlan. Return a ParallelPlan, or remove the method: the plan is then "
+                    "inferred from the model.",
                 )
             found[name] = plan.under(name)
     if len(found) > 1:
         raise PlanError(
             "LP201",
-            f"{len(found)} submodules offer a parallel_plan(): {', '.join(found)}. Define "
-            f"parallel_plan() on the {type(module).__name__}, or pass plan= to the strategy.",
+            f"{len(found)} submodules define parallel_plan(): {', '.join(found)}. Which plan "
+            "applies to the whole model is not known. Define parallel_plan() on "
+            f"{type(module).__name__}, or pass plan= to the strategy.",
         )
     return next(iter(found.values())) if found else find_huggingface_plan(module)

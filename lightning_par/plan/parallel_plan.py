@@ -48,7 +48,11 @@ class _Frozen(dict[str, Any]):
 
 def _names(where: str, value: Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, str):
-        raise PlanError("LP202", f"{where}={value!r} must hold several names; write ({value!r},).")
+        raise PlanError(
+            "LP202",
+            f"{where}={value!r} must be a tuple of names, not one string. Write "
+            f"{where}=({value!r},).",
+        )
     return tuple(value)
 
 
@@ -58,7 +62,7 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
     if unknown:
         raise PlanError(
             "LP202",
-            f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}"
+            f"{kind.__name__} has no field {', '.join(unknown)}. Its fields are {', '.join(fields)}"
             + nearest(unknown[0], fields, cutoff=0.6),
         )
 
@@ -140,11 +144,15 @@ class BatchLayout:
         if both:
             raise PlanError(
                 "LP202",
-                f"the batch entries {both} are in `whole` and in `batch_dims`: name each in one.",
+                f"BatchLayout names the batch entries {', '.join(both)} both in whole= and in "
+                "batch_dims=. An entry in whole= has no batch dim. Name each entry in one of the "
+                "two.",
             )
         if self.loss_weight == "labels" and self.labels is None:
             raise PlanError(
-                "LP202", "loss_weight='labels' needs labels= to name the entry that holds them."
+                "LP202",
+                "loss_weight='labels' needs labels=, the name of the batch entry that holds "
+                "the labels.",
             )
         if self.label_shift < 0:
             raise PlanError("LP202", f"label_shift={self.label_shift} must be 0 or more.")
@@ -224,9 +232,9 @@ class ParallelPlan:
         for pattern, style in self.tensor.items():
             if style not in TENSOR_STYLES:
                 problems.append(
-                    f"tensor: {pattern!r}: {style!r} is no tensor style"
-                    f"{nearest(style, TENSOR_STYLES)} "
-                    f"Use one of {', '.join(TENSOR_STYLES)}."
+                    f"ParallelPlan(tensor=...) gives {pattern!r} the style {style!r}, which does "
+                    f"not exist{nearest(style, TENSOR_STYLES)} Use one of "
+                    f"{', '.join(TENSOR_STYLES)}."
                 )
         if self.sequence_region not in ("blocks", "model", "none"):
             problems.append(

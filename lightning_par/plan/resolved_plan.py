@@ -125,7 +125,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         _match_patterns(dict.fromkeys(getattr(plan, kind), kind), list(modules), kind, problems)
     for fqn, names in divided.items():
         problems += [
-            f"divided: {fqn} has no attribute {name!r} that is a whole number"
+            f"ParallelPlan(divided=...): {fqn} has no attribute {name!r} that is a whole number"
             + _nearest(name, [n for n, v in vars(modules[fqn]).items() if isinstance(v, int)])
             for name in names
             if not isinstance(getattr(modules[fqn], name, None), int)
@@ -133,12 +133,16 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     canonical = canonical_names(model)
     for group in plan.tied:
         unknown = [fqn for fqn in group if fqn not in parameters]
-        problems += [_missing(f"tied names {fqn!r}", fqn, list(parameters)) for fqn in unknown]
+        problems += [
+            _missing(f"ParallelPlan(tied=...) names {fqn!r}", fqn, list(parameters))
+            for fqn in unknown
+        ]
         if not unknown and len({canonical[fqn] for fqn in group}) > 1:
             first, *others = group
             problems.append(
-                f"tied: {' and '.join(group)} are different parameters in this model; make them "
-                f"one ({others[-1]} = {first}), or take the group out of tied."
+                f"ParallelPlan(tied=...) says that {' and '.join(group)} are one parameter, but "
+                "they are different parameters of this model. Tie them in the model "
+                f"({others[-1]} = {first}), or remove them from tied."
             )
     raise_problems(PlanError, "LP203", problems)
     units = classify_units(model, plan)
@@ -217,12 +221,12 @@ def _find_blocks(
     for fqn in plan.containers:
         container = modules.get(fqn)
         if container is None:
-            problems.append(_missing(f"blocks names {fqn!r}", fqn, list(modules)))
+            problems.append(_missing(f"ParallelPlan(blocks=...) names {fqn!r}", fqn, list(modules)))
             continue
         if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             problems.append(
-                f"blocks: {fqn} is a {type(container).__name__}; name the ModuleList that "
-                "holds the blocks."
+                f"ParallelPlan(blocks=...) names {fqn}, which is a {type(container).__name__}. "
+                "Name the nn.ModuleList that holds the blocks."
             )
         found += [f"{fqn}.{name}" for name, _ in container.named_children()]
     return found
@@ -237,19 +241,21 @@ def _match_patterns(
         # The empty name is the model, which only the empty pattern means.
         hits = [n for n in names if (n or not pattern) and match_pattern(pattern, n)]
         if not hits:
-            problems.append(f"{kind}: {pattern!r} matches no module{_nearest(pattern, names)}")
+            problems.append(
+                f"ParallelPlan({kind}=...): {pattern!r} matches no module{_nearest(pattern, names)}"
+            )
         for name in hits:
             if name in found:
                 problems.append(
-                    f"{kind}: {name} is matched by both {source[name]!r} and {pattern!r}; make one "
-                    "of them narrower."
+                    f"ParallelPlan({kind}=...): both {source[name]!r} and {pattern!r} match "
+                    f"{name}. Change one of the two patterns, so that only one matches it."
                 )
             found[name], source[name] = value, pattern
     return found
 
 
 def _missing(what: str, name: str, names: Sequence[str]) -> str:
-    return f"{what}, but the model has no such name{_nearest(name, names)}"
+    return f"{what}, but the model has no module or parameter of that name{_nearest(name, names)}"
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
@@ -292,9 +298,9 @@ def _check_pipeline(
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
         near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
         return [
-            f"{asked}: the plan of {type(model).__name__} names no "
-            "blocks; return "
-            f"{near} from its parallel_plan(), or pass plan= to the strategy."
+            f"{asked}: the plan of {type(model).__name__} does not say which modules are its "
+            f"blocks. Return {near} from parallel_plan() of the model, or pass plan= to the "
+            "strategy."
         ]
     if stage_blocks is not None:
         fits = len(stage_blocks) == num_stages and sum(stage_blocks) == count
@@ -302,15 +308,15 @@ def _check_pipeline(
             return []
         return [
             f"stage_blocks={list(stage_blocks)} has {len(stage_blocks)} entries with the sum "
-            f"{sum(stage_blocks)}; {asked}{each} takes {num_stages} numbers of 1 or more "
-            f"that sum to the {count} blocks of {', '.join(resolved.plan.containers)}, or leave "
-            "stage_blocks out."
+            f"{sum(stage_blocks)}; {asked}{each} needs {num_stages} entries of 1 or more whose "
+            f"sum is {count}, the number of blocks in {', '.join(resolved.plan.containers)}. "
+            "Change stage_blocks, or leave it out."
         ]
     if num_stages > count:
         return [
-            f"{asked}{each}: {', '.join(resolved.plan.containers)} has {count} blocks, and every "
-            "stage needs one. "
-            f"Use at most {count * num_ranks // num_stages}."
+            f"{asked}{each}: {', '.join(resolved.plan.containers)} has {count} blocks, but every "
+            "stage needs at least one block. Use "
+            f"pipeline_parallel_size={count * num_ranks // num_stages} or less."
         ]
     return []
 
@@ -325,10 +331,9 @@ def _check_tensor(
         return [("LP211", text)]
     if not resolved.styles:
         return [
-            f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor "
-            "styles; return "
-            'ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from its parallel_plan(), '
-            "or use tensor_parallel_size=1."
+            f"tensor_parallel_size={degree}: the plan of {type(model).__name__} gives no layer a "
+            'tensor style. Return ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from '
+            "parallel_plan() of the model, or use tensor_parallel_size=1."
         ]
     modules = dict(model.named_modules(remove_duplicate=False))
     counts = [
@@ -347,7 +352,8 @@ def _check_tensor(
     misfits = [(f, t) for f, t, size in counts if size % degree]
     asked = f"tensor_parallel_size={degree}"
     problems += [
-        f"{asked}: {p}, not divisible by {degree}. Use {fit}, or other sizes in the model."
+        f"{asked}: {p}, not divisible by {degree}. Use tensor_parallel_size={fit}, or change this "
+        "number in the model."
         for p in _alike(misfits)
     ]
     if sequence_parallel and resolved.plan.sequence_region != "none":
@@ -358,9 +364,10 @@ def _check_tensor(
         bare = [(owner or itself, "") for owner in owners if owner not in resolved.styles]
         if bare:
             problems.append(
-                f"{asked} with sequence_parallel=True: these modules hold parameters and have no "
-                f"tensor style: {', '.join(_alike(bare))}. Give each one ('sequence_parallel' or "
-                "'replicated' keep it whole), or use sequence_parallel=False."
+                f"{asked} with sequence_parallel=True: these modules hold parameters, but the "
+                f"plan gives them no tensor style: {', '.join(_alike(bare))}. Give each of them a "
+                "style in ParallelPlan(tensor=...), such as 'sequence_parallel' or 'replicated', "
+                "which do not shard its parameters; or use sequence_parallel=False."
             )
     return problems
 
@@ -375,9 +382,10 @@ def _colwise_alone(resolved: ResolvedPlan) -> list[str]:
         if specs[fqn].needs_container and not fqn.startswith(inside)
     ]
     return [
-        f"tensor: {text}, but no module around it is 'gather_sequence', which gives it its input "
-        "whole and sums the gradient of that. Give the module around it this style, or the layer "
-        "'colwise_gather_output'."
+        f"ParallelPlan(tensor=...): {text}, but no module that contains it has the style "
+        "'gather_sequence', which gathers the input of the layer and sums the gradient of that "
+        "input. Give the containing module the style 'gather_sequence', or give the layer the "
+        "style 'colwise_gather_output'."
         for text in _alike(alone)
     ]
 
@@ -399,16 +407,19 @@ def _sharded_sizes(
         return []
     if not isinstance(weight, nn.Parameter) or weight.ndim != ndim:
         problems.append(
-            f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "
-            f"weight of {ndim} dims; name the Linear or Embedding inside it, or use "
-            "'gather_sequence' for a container."
+            f"ParallelPlan(tensor=...) gives {fqn} the style {style!r}, which needs a module with "
+            f"a weight of {ndim} dims, but {fqn} is a {type(module).__name__}. Name the Linear or "
+            f"Embedding inside {fqn}; or use 'gather_sequence' if {fqn} contains such layers."
         )
         return []
     # Vocabulary layers may hold unequal parts, but every rank needs a row.
     if spec.uneven:
         rows = weight.shape[0]
         if rows < degree:
-            problems.append(f"tensor: {fqn}.weight has {rows} rows, fewer than the {degree} ranks.")
+            problems.append(
+                f"{fqn}.weight has {rows} rows, so tensor_parallel_size={degree} would leave a "
+                f"rank without a row. Use tensor_parallel_size={rows} or less."
+            )
         return []
     return [(f"{fqn}.weight", f" has size {weight.shape[dim]} in dim {dim}", weight.shape[dim])]
 

@@ -24,12 +24,16 @@ def role_problems(plan: ParallelPlan, block_names: Sequence[str]) -> Iterator[st
     for role in _ROLES:
         for fqn in getattr(plan, role):
             if roles.setdefault(fqn, role) != role:
-                yield f"{fqn} is named in {roles[fqn]} and in {role}; name it in one of them."
+                yield (
+                    f"ParallelPlan names {fqn} both in {roles[fqn]}= and in {role}=. Name it in "
+                    "one of the two."
+                )
             block = next((b for b in block_names if f"{fqn}.".startswith(b + ".")), None)
             if block is not None:
                 yield (
-                    f"{role} names {fqn!r}, which belongs to the block {block}: a block lives on "
-                    "the stage that runs it."
+                    f"ParallelPlan({role}=...) names {fqn!r}, which is a part of the block "
+                    f"{block}. A block is placed on one stage with all of its parts. Remove "
+                    f"{fqn!r} from {role}."
                 )
 
 

@@ -70,7 +70,9 @@ class LayoutSpace:
         ]
         known = {*ParallelSizes.__dataclass_fields__, "data"}
         problems += [
-            f"{n!r} is no axis: use {sorted(known)}." for n, _ in self.fixed if n not in known
+            f"{n!r} is no axis of the mesh. The axes are {', '.join(sorted(known))}."
+            for n, _ in self.fixed
+            if n not in known
         ]
         raise_problems(MeshError, "LP101", problems)
 

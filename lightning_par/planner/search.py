@@ -157,8 +157,9 @@ class Planner:
         if not every:
             raise MeshError(
                 "LP105",
-                f"{space.samples} samples of this model do not divide over {space.devices} devices "
-                "in any way. Use another number of samples, or of nodes.",
+                f"no layout of {space.devices} devices can train this model with {space.samples} "
+                "samples a step: none divides the samples and the layers equally. Use another "
+                "number of samples or of nodes.",
             )
         # Checked by memory first: it costs microseconds, and leaves few layouts to time.
         fitting = list(self._fitting(every))
@@ -255,9 +256,9 @@ class Planner:
         needs = peak_bytes(self.shape, least, self.code) / _GIB
         more = "" if space.offload else ", or offload the optimizer"
         return (
-            f"none of {len(every)} layouts fits {self.limit / _GIB:.1f} GiB "
-            f"({self.margin:.0%} of a {self.device.name}): the smallest, {least}, needs "
-            f"{needs:.1f} GiB. Use more devices{more}."
+            f"none of {len(every)} layouts fits into {self.limit / _GIB:.1f} GiB, "
+            f"{self.margin:.0%} of the memory of a {self.device.name}. The smallest layout, "
+            f"{least}, needs {needs:.1f} GiB on each device. Use more devices{more}."
         )
 
     def _neighbors(

@@ -227,8 +227,9 @@ class Layout:
         if self.blocks and len(self.blocks) != self.stages:
             raise MeshError(
                 "LP107",
-                f"blocks={self.blocks} names {len(self.blocks)} stages; {self.sizes.pipeline} "
-                f"ranks with {self.stages_per_rank} each have {self.stages}.",
+                f"blocks={self.blocks} lists the blocks of {len(self.blocks)} stages, but "
+                f"{self.sizes.pipeline} pipeline ranks with {self.stages_per_rank} stages each "
+                f"have {self.stages} stages. Give {self.stages} numbers.",
             )
 
     @property

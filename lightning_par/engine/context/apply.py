@@ -41,33 +41,36 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
     problems = []
     if plan.blocks is None:
         problems.append(
-            f"{asked}: the plan of {name} names no blocks, in which attention could be divided; "
-            'return ParallelPlan(blocks="...").'
+            f"{asked}: the plan of {name} does not say which modules are its blocks, so its "
+            'attention cannot be divided over the ranks. Return ParallelPlan(blocks="...") from '
+            "parallel_plan() of the model, with the name of its list of blocks."
         )
     if plan.positions is None:
         problems.append(
-            f"{asked}: the plan of {name} does not say how it learns the positions of its tokens; "
-            "it would count from 0 on every rank. Return ParallelPlan(positions={'': "
-            "'position_ids'}) if its forward takes position_ids, or positions={} if it needs none "
-            "or takes them from the batch."
+            f"{asked}: the plan of {name} does not say how the model gets the positions of its "
+            "tokens, so every rank would count its tokens from 0. Return "
+            "ParallelPlan(positions={'': 'position_ids'}) if its forward takes position_ids, or "
+            "ParallelPlan(positions={}) if the model uses no positions or reads them from the "
+            "batch."
         )
     # The loss of a rank is weighted by the labels that it holds; other means do not divide by
     # tokens.
     if batch.labels is None or batch.labels not in batch.sequence_dims:
-        says = "names no labels of the batch"
+        says = "does not say which batch entry holds the labels"
         if batch.labels is not None:
-            says = f"gives the labels {batch.labels!r} no sequence dim"
+            says = f"gives no sequence dim for the labels {batch.labels!r}"
         problems.append(
-            f"{asked}: the plan {says}; a loss can be divided only if it is a mean over tokens. "
-            "Say where they are in BatchLayout(labels=..., sequence_dims=...), or use "
-            "context_parallel_size=1."
+            f"{asked}: the plan {says}, so the losses of the ranks cannot be weighted by their "
+            "numbers of labels. Declare the labels in BatchLayout(labels=..., sequence_dims=...), "
+            "or use context_parallel_size=1."
         )
     if "context" in plan.refusals:
         raise PlanError("LP211", f"{asked}: {plan.refusals['context']}")
     if batch.label_shift and batch.shifted is None:
         problems.append(
-            f"{asked}: label_shift={batch.label_shift}, so the model shifts labels by itself, but "
-            "the next token may be on another rank. Shift them in the data, and set label_shift=0."
+            f"{asked}: label_shift={batch.label_shift}, so the model itself shifts the labels by "
+            "one token, but the next token may be on another rank. Shift the labels in the data "
+            "set, and set label_shift=0."
         )
     raise_problems(PlanError, "LP205", problems)
     # After the problems of the plan: it names modules, which may not be there.
@@ -81,13 +84,13 @@ def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, st
         hits = [name for name in modules if name == pattern or match_pattern(pattern, name)]
         if not hits:
             hint = nearest(pattern, filter(None, modules))
-            problems.append(f"positions: {pattern!r} matches no module{hint}")
+            problems.append(f"ParallelPlan(positions=...): {pattern!r} matches no module{hint}")
         for name in hits:
             takes = list(inspect.signature(modules[name].forward).parameters)
             if keyword not in takes:
                 problems.append(
-                    f"positions: the forward of {name or type(model).__name__} takes no "
-                    f"{keyword!r}; it takes {', '.join(takes)}."
+                    f"ParallelPlan(positions=...): the forward of {name or type(model).__name__} "
+                    f"has no argument {keyword!r}. Its arguments are {', '.join(takes)}."
                 )
             found[name] = keyword
     raise_problems(PlanError, "LP203", problems)

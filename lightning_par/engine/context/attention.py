@@ -132,9 +132,10 @@ class _Interception(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             raise ConfigurationError(
                 "LP305",
-                "nn.MultiheadAttention cannot be divided over context_parallel_size="
-                f"{self._axis.group.size()} ranks, since it computes attention out of sight. Call "
-                "F.scaled_dot_product_attention or lightning_par.attention in the block.",
+                "nn.MultiheadAttention cannot be divided over "
+                f"context_parallel_size={self._axis.group.size()} ranks, since its attention is "
+                "computed inside torch. Call F.scaled_dot_product_attention or "
+                "lightning_par.attention in the block instead.",
             )
         if self._axis.looks and not self.is_sum:
             check_mixing(func, args, options, self._axis.layout.local)
@@ -167,11 +168,11 @@ class _Interception(TorchFunctionMode):
             if is_causal or shape[1:3] != (1, 1) or shape[-1] != query.shape[-2]:
                 raise ConfigurationError(
                     "LP305",
-                    f"attn_mask of shape {tuple(attn_mask.shape)} with is_causal={is_causal}: "
-                    f"with context_parallel_size={ranks} a mask may only say which keys are "
-                    f"visible, [B, 1, 1, {query.shape[-2]}] without is_causal. Use is_causal=True "
-                    "for a causal mask, or lightning_par.attention(causal=..., key_mask=..., "
-                    "cu_seqlens=...).",
+                    f"attn_mask of shape {tuple(attn_mask.shape)} with is_causal={is_causal} is "
+                    f"not supported with context_parallel_size={ranks}. A mask can only say which "
+                    f"keys are visible: its shape has to be [B, 1, 1, {query.shape[-2]}], without "
+                    "is_causal. Use is_causal=True for a causal mask, or "
+                    "lightning_par.attention(causal=..., key_mask=..., cu_seqlens=...).",
                 )
             visible = attn_mask.reshape(shape)[:, 0, 0]
         return self._attend(query, key, value, causal=is_causal, visible=visible, scale=scale)

@@ -23,9 +23,10 @@ from lightning_par.errors import ConfigurationError
 __all__ = ["CountedPositions", "check_mixing"]
 
 _CURE = (
-    "Only attention is divided. Attention written by hand: call F.scaled_dot_product_attention or "
-    "lightning_par.attention. Otherwise use context_parallel_size=1 for this model, with "
-    "activation checkpointing or tensor parallelism where its sequences are long."
+    "Context parallelism divides attention only. If this code computes attention, call "
+    "F.scaled_dot_product_attention or lightning_par.attention instead. Otherwise use "
+    "context_parallel_size=1 for this model; for long sequences use activation checkpointing or "
+    "tensor parallelism."
 )
 _ALONG_DIM = frozenset(
     {
@@ -76,8 +77,8 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     if mixes:
         raise ConfigurationError(
             "LP306",
-            f"{_caller()} mixes tokens with {name}, but under context parallelism it would get "
-            f"only the {t} tokens of one rank. {_CURE}",
+            f"{_caller()} combines tokens of a sequence with {name}, but under context "
+            f"parallelism this operation would get only the {t} tokens of one rank. {_CURE}",
         )
 
 

@@ -203,8 +203,8 @@ class RingSchedule:
         if falls or bounds[0] != 0 or bounds[-1] != self.layout.length:
             raise ConfigurationError(
                 "LP305",
-                f"cu_seqlens={list(bounds)} must rise from 0 to the {self.layout.length} tokens of "
-                "the whole sequence.",
+                f"cu_seqlens={list(bounds)} must increase from 0 to {self.layout.length}, the "
+                "number of tokens of the undivided sequence.",
             )
         # Empty documents fall away: equal schedules are one entry of the caches.
         object.__setattr__(self, "documents", tuple(dict.fromkeys(bounds)))

@@ -227,17 +227,18 @@ class SequenceShard:
         ):
             raise ConfigurationError(
                 "LP305",
-                f"attention over {shapes}: on {self.layout.ranks} context-parallel ranks, query, "
-                f"key and value have to be [B, heads, {tokens}, H], the {tokens} tokens that a "
-                f"rank holds of {self.layout.length}. Attention to other sequences (memories, "
-                "caches, other modalities) is not supported with context_parallel_size > 1.",
+                f"attention was called with shapes {shapes}. On {self.layout.ranks} "
+                "context-parallel ranks the shapes of query, key and value have to be [B, heads, "
+                f"{tokens}, H]: each rank holds {tokens} of the {self.layout.length} tokens. "
+                "Cross-attention to other sequences (memories, caches, other modalities) is not "
+                "supported with context_parallel_size > 1.",
             )
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads:
             raise ConfigurationError(
                 "LP305",
-                f"attention over {shapes}: {heads} query heads are not a multiple of {kv_heads} "
-                "key/value heads.",
+                f"attention was called with shapes {shapes}. The {heads} query heads have to be a "
+                f"multiple of the {kv_heads} key/value heads.",
             )
         spread = kv_heads * self.ulysses // math.gcd(kv_heads, self.ulysses)
         if heads % spread:
@@ -279,8 +280,9 @@ class SequenceShard:
         if visible.dtype is not torch.bool and bool((whole == _NEITHER).any()):
             raise ConfigurationError(
                 "LP305",
-                "attn_mask holds numbers other than 0 and minus infinity; with "
-                "context_parallel_size > 1 a mask may hide keys, but not weigh them.",
+                "attn_mask contains numbers other than 0 and minus infinity, as a position bias "
+                "does. With context_parallel_size > 1 a mask can only hide keys. Use a mask of 0 "
+                "and minus infinity, or context_parallel_size=1.",
             )
         # Rank = member * ulysses + place: the tokens of a member's ranks follow each other.
         by_rank = whole.view(-1, self.ulysses, *own.shape)  # [members, places, B, t]
@@ -311,8 +313,9 @@ def _common_length(found: dict[str, tuple[Any, int]]) -> int:
         listed = ", ".join(f"{path!r} has {length}" for path, length in lengths.items())
         raise ConfigurationError(
             "LP304",
-            f"the sequences of a batch cannot be divided alike: {listed} tokens. Entries in "
-            "BatchLayout(sequence_dims=...) need the same T.",
+            f"the sequences of a batch have different lengths: {listed} tokens. All entries in "
+            "BatchLayout(sequence_dims=...) must have the same number of tokens, since context "
+            "parallelism divides them at the same positions.",
         )
     length: int = next(iter(lengths.values()))
     return length

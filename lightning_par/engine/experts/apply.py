@@ -141,13 +141,15 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
     if not found:
         raise PlanError(
             "LP206",
-            f"{asked}: the plan of {type(model).__name__} names no experts. Name modules "
-            "that hold the parameters of all experts, stacked in dim 0, and have a method "
-            'compute(rows, counts): return ParallelPlan(experts=("blocks.*.experts",)) from its '
-            "parallel_plan(). Or use expert_parallel_size=1.",
+            f"{asked}: the plan of {type(model).__name__} does not say which modules hold its "
+            'experts. Return ParallelPlan(experts=("blocks.*.experts",)) from parallel_plan() of '
+            "the model. Such a module holds the parameters of all experts, stacked in dim 0, and "
+            "has a method compute(rows, counts). Or use expert_parallel_size=1.",
         )
     problems = [
-        f"{asked}: {name} is a {type(module).__name__} without compute(rows, counts)."
+        f"{asked}: ParallelPlan(experts=...) names {name}, but its class {type(module).__name__} "
+        "has no method compute(rows, counts). Add this method, which computes the outputs of the "
+        "experts for their rows."
         for name, module in found.items()
         if not callable(getattr(module, "compute", None))
     ]
@@ -160,7 +162,7 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
     misfits = {count: name for name, count in numbers.items() if not count or count % sizes.expert}
     problems += [
         f"{asked}: {name} has {count} experts in dim 0, not divisible by {sizes.expert}. Use "
-        f"{either([n for n in range(1, count + 1) if count % n == 0] or [1])}."
+        f"expert_parallel_size={either([n for n in range(1, count + 1) if count % n == 0] or [1])}."
         for count, name in misfits.items()
     ]
     raise_problems(PlanError, "LP206", problems)

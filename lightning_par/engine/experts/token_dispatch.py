@@ -100,10 +100,10 @@ def _check_rows(most: int, max_rows: int) -> None:
     if most > max_rows:
         raise ConfigurationError(
             "LP319",
-            f"expert_max_rows={max_rows}: the tokens of this forward may need {most} rows of the "
-            f"experts of one rank. Use expert_max_rows={most} or more, or smaller batches, or "
-            "expert_max_rows=None, which sends exactly the rows that are needed but lets the CPU "
-            "wait for the GPU.",
+            f"expert_max_rows={max_rows}: in this forward up to {most} tokens may be sent to the "
+            f"experts of one rank. Use expert_max_rows={most} or more, or smaller batches. With "
+            "expert_max_rows=None only the rows that are needed are sent, but the CPU waits for "
+            "the GPU in each layer.",
         )
 
 

@@ -284,9 +284,10 @@ class ConstructionTape(TorchDispatchMode):
             if names:
                 raise PlanError(
                     "LP210",
-                    f"{operation} needs the values of {', '.join(names)} while the model is built, "
-                    "but parameters have no values yet. Compute it from shapes, keep it a "
-                    "tensor, or move it to the first step.",
+                    f"{operation} needs the values of {', '.join(names)} while the model is "
+                    "built, but parameters have no values yet. Compute the result from shapes, "
+                    "keep it as a tensor instead of a Python number, or compute it in the first "
+                    "step.",
                 )
 
     def slice_of(self, buffer: int) -> list[TapeEntry]:

@@ -87,8 +87,9 @@ class ConstructionRecord:
         if not self.knows(parameter):
             raise PlanError(
                 "LP209",
-                f"{name}: no initialization was recorded for this parameter of shape "
-                f"{tuple(parameter.shape)}. Make it inside configure_model.",
+                f"the parameter {name} of shape {tuple(parameter.shape)} was not made inside "
+                "configure_model, so how it is initialized is not known. Make it inside "
+                "configure_model.",
             )
         known = self._tape.knows(parameter)
         view = self._tape.view(parameter) if known else self._views[parameter]
@@ -126,23 +127,23 @@ class ConstructionRecord:
         if not made and not constant:
             raise PlanError(
                 "LP209",
-                f"{name}: this parameter was made on the meta device outside configure_model, so "
-                "it has no initialization. Make it inside.",
+                f"the parameter {name} was made on the meta device outside configure_model, so it "
+                "has no initial values. Make it inside configure_model.",
             )
         # torch.empty gives what was in memory, which differs on every rank.
         if not constant and parameter.numel() and all(e.allocates for e in made):
             raise PlanError(
                 "LP209",
-                f"{name}: the constructor leaves all {parameter.numel()} values as torch.empty() "
-                "made them. Initialize the parameter where it is made, for example with "
-                "nn.init.zeros_.",
+                f"the constructor makes the parameter {name} with torch.empty() and does not set "
+                f"its {parameter.numel()} values, so they are undefined. Initialize the parameter "
+                "where it is made, for example with nn.init.zeros_.",
             )
         if any(id(e) in self._tape.leaked for e in entries):
             raise PlanError(
                 "LP209",
-                f"{name}: its initialization reads random values that the model also keeps in a "
-                "real tensor (a buffer), so they cannot be drawn again. Draw the parameter "
-                "separately.",
+                f"the initialization of the parameter {name} reads random values that a buffer of "
+                "the model keeps, too. Each rank initializes its own shards and cannot draw the "
+                "same values again. Draw separate random values for the parameter.",
             )
 
     def _replay(
@@ -180,8 +181,9 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
             if x.buffer not in made:
                 raise PlanError(
                     "LP209",
-                    f"{name}: its initialization reads a meta tensor made outside "
-                    "configure_model, which has no values. Make it inside.",
+                    f"the initialization of the parameter {name} reads a tensor on the meta "
+                    "device that was made outside configure_model, so it has no values. Make this "
+                    "tensor inside configure_model.",
                 )
             return x.of(made[x.buffer])
         # A generator of the constructor's cannot be put back: draws follow the seed instead.
@@ -299,7 +301,8 @@ def record_construction(held: Iterable[nn.Parameter] = ()) -> Iterator[Construct
     if getattr(original, "__module__", "") == __name__:
         raise ConfigurationError(
             "LP209",
-            "record_construction() is already active. Build the model in one context, not in two.",
+            "record_construction() was entered while another record_construction() is active. "
+            "Build the model inside one of them only.",
         )
     record = ConstructionRecord(held)
     replacement: Any = _registering(original, record)

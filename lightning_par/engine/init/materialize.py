@@ -73,9 +73,9 @@ class Materializer:
                 if buffer.is_meta:
                     raise PlanError(
                         "LP210",
-                        f"the buffer {start}{key} is a copy of a parameter made in "
-                        "configure_model, where parameters have no values yet. Make the buffer "
-                        "from values of its own.",
+                        f"the buffer {start}{key} was computed in configure_model from a "
+                        "parameter, but parameters have no values there yet. Compute the buffer "
+                        "from other values, or copy the parameter in the first step.",
                     )
                 module._buffers[key] = buffer.to(self.device)
 

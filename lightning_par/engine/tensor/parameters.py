@@ -69,7 +69,8 @@ def shard_parameter(
         elif not isinstance(placement, Replicate):
             raise PlanError(
                 "LP207",
-                f"a parameter cannot be placed as {placement}: a shard is one block of one dim.",
+                f"a parameter cannot be sharded as {placement}: a shard has to be one contiguous "
+                "block of one dim.",
             )
     if local is not full:
         # A view would keep the whole tensor in memory.

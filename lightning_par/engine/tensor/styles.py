@@ -91,8 +91,9 @@ def _vocab_embedding(module: nn.Module, call: Forward, ctx: Region, args: Any, k
     if getattr(module, "max_norm", None):
         raise PlanError(
             "LP207",
-            "vocab_embedding: an embedding with max_norm changes rows that other ranks hold. Bound "
-            "them in on_train_batch_end (torch.renorm) in place of max_norm, or use "
+            "an embedding with max_norm cannot have the style 'vocab_embedding': its forward "
+            "would change rows of the weight that other ranks hold. Remove max_norm and limit the "
+            "norm of the rows in on_train_batch_end with torch.renorm, or use "
             "tensor_parallel_size=1.",
         )
     (ids,) = args or tuple(kwargs.values())

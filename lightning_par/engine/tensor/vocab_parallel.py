@@ -246,9 +246,9 @@ def _refuse_change(func: Callable[..., Any], logits: VocabShardedLogits) -> None
     if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
         raise ConfigurationError(
             "LP317",
-            f"{name} would change logits that {logits.what} in place. Use the "
-            "version that returns a new tensor (masked_fill instead of masked_fill_, torch.where "
-            f"instead of an assignment), or {logits.instead}.",
+            f"{name} is an in-place operation, which is not supported on logits that "
+            f"{logits.what}. Use the operation that returns a new tensor (masked_fill instead of "
+            f"masked_fill_, torch.where instead of an assignment), or {logits.instead}.",
         )
 
 

@@ -81,20 +81,24 @@ _SIGNS = re.compile(
 
 _CURES = {
     "is invalid for input": (
-        "Behind 'colwise' layers a rank has its part of the heads: write view(b, t, heads, -1), "
-        "with `heads` named by ParallelPlan(divided=...), and reshape(b, t, -1) back"
+        "After 'colwise' layers a rank has only its share of the heads. Write view(b, t, "
+        "self.heads, -1) with the attribute heads named in ParallelPlan(divided=...), and "
+        "reshape(b, t, -1) for the way back"
     ),
     "must match the size of tensor": (
-        "Under sequence parallelism a rank has a part of the tokens between blocks: positions for "
-        "'split_sequence' come from ids [1, T], and what reads all tokens (a pool, a mask of the "
-        "batch) stands behind 'sequence_gather_output' or inside 'gather_sequence'"
+        "Under sequence parallelism a rank has only its part of the tokens between blocks. Give a "
+        "module with the style 'split_sequence' position ids of shape [1, T]. Code that needs all "
+        "tokens, such as pooling or a mask, has to run after a module with the style "
+        "'sequence_gather_output' or inside one with 'gather_sequence'"
     ),
     "target": (
-        "Under sequence parallelism a rank has a part of the tokens between blocks: logits that "
-        "meet the labels come from a 'vocab_head', or from behind 'sequence_gather_output'"
+        "Under sequence parallelism a rank has only its part of the tokens between blocks. Give "
+        "the head the style 'vocab_head', or the module before it the style "
+        "'sequence_gather_output', so that the logits have as many tokens as the labels"
     ),
     "shapes cannot be multiplied": (
-        "'vocab_head' is for logits of every token; a head behind a pool is 'replicated'"
+        "The style 'vocab_head' is for a head that computes logits for every token; give a head "
+        "that follows pooling the style 'replicated'"
     ),
 }
 """What torch says -> what mostly leads to it, and its cure."""
@@ -119,10 +123,10 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
         name, module = failing_module(model, error.__traceback__)
         return PlanError(
             "LP207",
-            f"{name or 'the step'} ({type(module).__name__}) changes its weight in place while it "
-            "computes, as an embedding with max_norm does, and its weight may be a part of the "
-            "whole one. Change it in on_train_batch_end (for max_norm: torch.renorm), or use "
-            "tensor_parallel_size=1.",
+            f"{name or 'the step'} ({type(module).__name__}) changes its weight in place in its "
+            "forward, as an embedding with max_norm does, but this rank may hold only a shard of "
+            "the weight. Change the weight in on_train_batch_end (instead of max_norm: "
+            "torch.renorm), or use tensor_parallel_size=1.",
         )
     if not _SIGNS.search(str(error)) or not any(isinstance(p, DTensor) for p in model.parameters()):
         return None
@@ -135,22 +139,23 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
         return PlanError(
             "LP208",
             f"{where} computes with weights that are still sharded over the replicas: "
-            f"{error}\nWhy: ZeRO gathers the weights of a block when the block is called as "
-            "block(x), but not for block.forward(x) or for code outside of the block.\nWhat to "
-            "write: call the block as block(x), or use zero_stage=0.",
+            f"{str(error).strip().rstrip('.')}.\nWhy: ZeRO gathers the weights of a block when "
+            "the block is called as block(x), but not for block.forward(x) or for code outside of "
+            "the block.\nWhat to write: call the block as block(x), or use zero_stage=0.",
         )
     said = str(error).strip().rstrip(".")
     cures = [cure for sign, cure in _CURES.items() if sign in said]
     cures.append(
-        "A layer whose parts are read by other code needs ParallelPlan(tensor={...: 'replicated'}) "
-        "or 'colwise_gather_output'; what counts heads goes into ParallelPlan(divided=...)"
+        "Give a layer whose weight or output is read by code outside of it the style 'replicated' "
+        "or 'colwise_gather_output' in ParallelPlan(tensor=...), and name attributes that hold a "
+        "number of heads in ParallelPlan(divided=...)"
     )
     return PlanError(
         "LP207",
-        f"{where} cannot compute with the shards of its weights or of its input: {said}. If "
-        "the model runs on one process, tensor styles around it do not fit together, or do not "
-        f"fit what the code does: {_layers_around(model, name)}. {'. '.join(cures)}. Or use "
-        "tensor_parallel_size=1.",
+        f"{where} failed while it computed with shards of its weights or of its input: {said}. If "
+        "the same model runs on one process, the cause is the tensor styles of the layers: they "
+        "do not fit each other or the code of the forward. The styles are "
+        f"{_layers_around(model, name)}. {'. '.join(cures)}. Or use tensor_parallel_size=1.",
     )
 
 

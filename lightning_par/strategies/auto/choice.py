@@ -214,7 +214,9 @@ class LayoutChooser:
         """
         if self.options.schedule not in SCHEDULES:
             raise ConfigurationError(
-                "LP907", f"the schedule {self.options.schedule!r} is written by hand"
+                "LP907",
+                "its time cannot be predicted with a schedule from a file "
+                f"({self.options.schedule!r})",
             )
         device = find_profile(self.wish.profile, self.device, self.node)
         code = implementation(str(self.trainer.precision), device)
@@ -286,8 +288,8 @@ class LayoutChooser:
         if problems and not fits:
             raise MeshError(
                 "LP105",
-                f"auto_parallel: {problems[-1].message} Hybrid3DStrategy takes sizes, and predicts "
-                "nothing.",
+                f"auto_parallel: {problems[-1].message} This is a prediction: Hybrid3DStrategy "
+                "with sizes that you choose trains without one.",
             )
 
     def _spaces(self, accepts: Any) -> Iterator[LayoutSpace]:
@@ -353,8 +355,8 @@ class LayoutChooser:
         few = "\n".join(f"- {text}" for text in list(dict.fromkeys(refusals.values()))[:_TOLD])
         raise ConfigurationError(
             "LP105",
-            f"auto_parallel found no layout of {self.devices} devices for "
-            f"{type(self.module).__name__}:\n{few}",
+            f"auto_parallel found no layout of {self.devices} devices that can train "
+            f"{type(self.module).__name__}. The layouts were refused for these reasons:\n{few}",
         )
 
     def _refusal(self, layout: Layout, *, fits: bool = False) -> str | None:
@@ -368,8 +370,8 @@ class LayoutChooser:
         # First, as it costs nothing; memory last, as it goes over the model.
         if not self._has_samples(sizes):
             return (
-                f"{sizes.data} replicas with batches of {self._batch_size} would draw more than "
-                f"the {self._data.samples} samples that there are. Use a smaller batch_size."
+                f"{sizes.data} replicas with batches of {self._batch_size} samples need more than "
+                f"the {self._data.samples} samples of the data set. Use a smaller batch_size."
             )
         try:
             check_trainer(self.trainer, self.module, sizes)
@@ -381,7 +383,7 @@ class LayoutChooser:
         except LightningParError as error:
             return error.message
         if sizes.tensor > 1 and divides_nothing(resolved.plan):
-            return f"tensor_parallel_size={sizes.tensor} would divide no layer of this model."
+            return f"tensor_parallel_size={sizes.tensor} would shard no layer of this model."
         memory = MemoryCheck(
             module=self.module,
             resolved=resolved,

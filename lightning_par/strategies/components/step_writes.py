@@ -138,11 +138,12 @@ class StepWrites:
             return
         self._has_warned = True
         rank_zero_warn(
-            f"{type(self._module).__name__}.{name} writes by itself (to a logger, the terminal or "
-            f"a file), or asks whether its rank is 0: on a pipeline it runs for each of {count} "
-            "micro-batches, and writes for each what one process writes once, of the whole batch. "
-            "Use self.log; or return the values beside the loss, as in {'loss': loss, 'best': "
-            "best}, and write outputs['best'] in on_train_batch_end; or use num_microbatches=1."
+            f"{type(self._module).__name__}.{name} writes to a logger, the terminal or a file, or "
+            f"asks whether its rank is 0. Under a pipeline it runs once for each of {count} "
+            f"micro-batches, so it writes {count} times, where one process writes once for the "
+            "whole batch. Use self.log; or return the values together with the loss, as in "
+            "{'loss': loss, 'best': best}, and write outputs['best'] in on_train_batch_end; or "
+            "use num_microbatches=1."
         )
 
     def _kind_of(self, index: int, kind: type, *, keeps: bool) -> type:
@@ -188,10 +189,11 @@ class StepWrites:
             called = ".".join(p if isinstance(p, str) else repr(p[0]) for p in path[1:])
             raise ConfigurationError(
                 "LP323",
-                f"self.logger.{called}(...) is called after the model: on a pipeline that is on "
-                "the last stage. Rank 0 writes, and the arguments cannot be sent to it: "
-                f"{error}. Pass numbers, text, arrays and tensors, without functions, generators "
-                "or open files in them. No weight was changed in this step.",
+                f"the step calls self.logger.{called}(...) after the model. Under a pipeline this "
+                "code runs on the last stage, but rank 0 writes to the logger, and the arguments "
+                f"cannot be sent to rank 0: {error}. Pass numbers, text, arrays and tensors, "
+                "without functions, generators or open files in them. No weight was changed in "
+                "this step.",
             ) from error
         self._calls.append(file.getvalue())
 

@@ -51,9 +51,9 @@ def share_joint_batch(
     except (CannotJoinError, ValueError) as error:
         raise ConfigurationError(
             "LP326",
-            f"a step takes a batch from each of {len(shares)} data loaders. The samples of one of "
-            f"these batches cannot be divided equally among {replicas} replicas, and joining the "
-            f"batches of all replicas into one fails: {error}. Pass drop_last=True to these "
+            f"a step gets a batch from each of {len(shares)} data loaders. The samples of one of "
+            f"these batches cannot be divided equally over {replicas} replicas, and the batches "
+            f"of the replicas cannot be concatenated: {error}. Pass drop_last=True to these "
             "loaders, or let them pad all samples to one length.",
         ) from error
     is_first = mesh.data_rank == 0

@@ -89,8 +89,10 @@ def _name_of(module: nn.Module, part: nn.Module | None) -> str:
     if name is None:
         raise ConfigurationError(
             "LP203",
-            f"whole({type(part).__name__}){user_line()}: this is no module in "
-            f"{type(module).__name__}. Name one that is, or leave it out: whole().",
+            f"whole({type(part).__name__}){user_line()} was called with a module that "
+            f"{type(module).__name__} does not contain. Pass a submodule of "
+            f"{type(module).__name__}; or call whole() without an argument, which gathers all of "
+            "it.",
         )
     return name
 

@@ -255,9 +255,10 @@ def check_placement(sizes: ParallelSizes, hosts: Sequence[HostOf]) -> None:
         raise MeshError(
             "LP108",
             f"tensor_parallel_size={sizes.tensor} puts tensor-parallel groups across hosts: "
-            f"{'; '.join(problems)}. What they send in every layer would go over the network "
-            "between the hosts. Number the ranks host by host, use a tensor_parallel_size that "
-            "divides the ranks of a host, or say tensor_parallel_across_hosts=True.",
+            f"{'; '.join(problems)}. The all-reduces of every layer would then go over the "
+            "network between hosts. Number the ranks host by host, or use a tensor_parallel_size "
+            "that divides the number of ranks of a host. To train so all the same, pass "
+            "tensor_parallel_across_hosts=True.",
         )
 
 

@@ -87,11 +87,11 @@ def _check_tokens(mesh: ParallelMesh, tensor: Tensor) -> None:
     if not torch.allclose(every, every[:1], rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigurationError(
             "LP321",
-            f"self.all_gather of {tuple(tensor.shape)} values gathers from the "
-            f"{mesh.sizes.data} replicas, but the {mesh.sizes.context} context-parallel ranks of a "
-            "replica hold different values, each those of its own tokens. Log numbers with "
-            "self.log(..., reduce_fx='sum' or 'mean'), which joins them; or gather tokens from all "
-            "ranks that hold some: self.all_gather(x, "
+            f"self.all_gather was called with a tensor of shape {tuple(tensor.shape)}. It gathers "
+            f"from the {mesh.sizes.data} replicas, but the {mesh.sizes.context} context-parallel "
+            "ranks of each replica hold different values, computed from their own tokens. To log "
+            "a number, use self.log(..., reduce_fx='sum' or 'mean'), which combines the values of "
+            "all ranks. To gather from the context-parallel ranks, too, call self.all_gather(x, "
             "group=self.trainer.strategy.mesh.token_group).",
         )
 
@@ -150,17 +150,23 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
         return
     where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     ranks = sizes.world_size // sizes.data
-    why = f"{ranks} of which have the same samples, so each sample would count {ranks} times"
+    why = (
+        f"but each {ranks} of them have the same samples, so each sample would count {ranks} times"
+    )
     if in_stage:
-        why = "but only those of the last pipeline stage run code after the blocks"
+        why = (
+            "but only the ranks of the last pipeline stage run the code after the blocks, so the "
+            "others would not join"
+        )
     raise ConfigurationError(
         "LP321",
         f"{frame.f_code.co_name} ({where}) calls torch.distributed.{name} without a group: on "
-        f"{sizes} it runs over all {sizes.world_size} ranks, {why}. Use self.all_gather(tensor), "
-        "or self.trainer.strategy.reduce(tensor, reduce_op='sum'), which run over the "
-        f"{sizes.data} replicas, and divide by self.trainer.strategy.mesh.sizes.data; or pass "
-        "group=self.trainer.strategy.mesh.data_group. If you mean all ranks, pass a group of "
-        "your own: torch.distributed.new_group().",
+        f"{sizes} it runs over all {sizes.world_size} ranks, {why}. Use self.all_gather(tensor) "
+        "or self.trainer.strategy.reduce(tensor, reduce_op='sum'), or pass "
+        "group=self.trainer.strategy.mesh.data_group: these run over the replicas only. For a "
+        f"mean divide by self.trainer.strategy.mesh.sizes.data ({sizes.data}), the number of "
+        "replicas. To run over all ranks all the same, pass your own group: "
+        "torch.distributed.new_group().",
     )
 
 

@@ -176,16 +176,18 @@ def check_module(
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             "LP107",
-            f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
-            f"{len(options.stage_blocks)}, but it is 1; give that size or leave stage_blocks out.",
+            f"stage_blocks={list(options.stage_blocks)} needs "
+            f"pipeline_parallel_size={len(options.stage_blocks)}, but pipeline_parallel_size is "
+            f"1. Use pipeline_parallel_size={len(options.stage_blocks)}, or leave stage_blocks "
+            "out.",
         )
     if plan is None and sizes.context > 1:
         raise PlanError(
             "LP201",
-            f"{type(module).__name__} offers no parallel_plan(), which context_parallel_size="
-            f"{sizes.context} (where the tokens are) needs. Define parallel_plan() on the "
-            "LightningModule or its model, pass plan= to the strategy, or use "
-            "context_parallel_size=1 (the other axes need no plan).",
+            f"context_parallel_size={sizes.context} needs a parallel_plan(), which says where in "
+            f"a batch the tokens are, but {type(module).__name__} defines none. Define "
+            "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, or "
+            "use context_parallel_size=1, since only context parallelism needs a plan.",
         )
     plan = plan or ParallelPlan()
     _check_context(module, plan, options, sizes.context)

@@ -407,10 +407,10 @@ def _check_agreement(
     if largest != -smallest:
         raise PlanError(
             "LP211",
-            f"the ranks have different plans for {type(module).__name__}: each infers it from the "
-            "first samples of its own data, and the layers that the step calls differ. Declare "
-            "parallel_plan() on the model (`lightning-par plan` prints the one found here), or let "
-            "the step choose its layers alike on all ranks.",
+            f"the ranks have different plans for {type(module).__name__}: each rank infers the "
+            "plan from the first samples of its own data, and the step calls different layers for "
+            "them. Declare parallel_plan() on the model (`lightning-par plan` prints the inferred "
+            "one), or let the step call the same layers on all ranks.",
         )
 
 

@@ -99,7 +99,8 @@ def _check_names(module: pl.LightningModule, resolved: ResolvedPlan) -> None:
         if block != name:
             raise PlanError(
                 "LP203",
-                f"{name} is {block}: under a pipeline a block has one name. Make "
-                f"{name.partition('.')[0]!r} a property of {type(module).__name__}, which is no "
-                "second child, or use pipeline_parallel_size=1.",
+                f"{name} and {block} are the same module, but under a pipeline a block must have "
+                f"one name only. Turn {name.partition('.')[0]!r} into a property of "
+                f"{type(module).__name__}, which registers no second submodule; or use "
+                "pipeline_parallel_size=1.",
             )

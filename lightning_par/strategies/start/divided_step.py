@@ -95,10 +95,11 @@ class DividedLook:
             raise ConfigurationError("LP322", self._refusal(found[""]))
         if found:
             rank_zero_warn(
-                f"training_step on sequences that are divided among {self._mesh.sizes.context} "
-                f"context-parallel ranks: {'; '.join(found.values())}. A rank logs what it "
-                "computes from its own tokens, and the mean by labels is kept: log a count or a "
-                "sum with reduce_fx='sum', and a mean over tokens as it is."
+                "training_step runs on sequences that are divided over "
+                f"{self._mesh.sizes.context} context-parallel ranks, and what it logs changes: "
+                f"{'; '.join(found.values())}. Each rank logs a value of its own tokens, and the "
+                "logged result is the mean of these values, weighted by the numbers of labels. "
+                "Log a count or a sum with reduce_fx='sum'; a mean over tokens needs no change."
             )
 
     def runs_divided(self, key: tuple[Any, ...], batch: Any, dims: BatchDims, run: Look) -> bool:
@@ -126,8 +127,9 @@ class DividedLook:
             self._unsettled.add(key)
         elif found and not again:
             rank_zero_info(
-                f"{key[0]} runs on whole sequences, the same on each of {self._mesh.sizes.context} "
-                f"context-parallel ranks: {next(iter(found.values()))}."
+                f"{key[0]} runs on undivided sequences, and each of the "
+                f"{self._mesh.sizes.context} context-parallel ranks computes the same, since "
+                f"{next(iter(found.values()))}."
             )
         return not found
 
@@ -169,11 +171,11 @@ class DividedLook:
         dist.all_gather_object(every, (error, leaves, logged, replica, draws))
         for failed, left, others, _, _ in every:
             if failed:
-                return {"": f"on divided sequences it fails ({failed})"}
+                return {"": f"it fails on divided sequences ({failed})"}
             if left:
                 return {"": f"it leaves values in self.{', self.'.join(left)}"}
             if others != logged and not trains:
-                return {"": "on divided sequences ranks log different values"}
+                return {"": "the ranks log different values on divided sequences"}
         self._check_logs([(first, others) for _, _, others, first, _ in every])
         if seen is None or weights is None or any(drawn for *_, drawn in every):
             return {} if trains else {"": "it draws random numbers"}
@@ -209,11 +211,11 @@ class DividedLook:
         raise ConfigurationError(
             "LP322",
             f"context_parallel_size={self._mesh.sizes.context}: training_step runs on divided "
-            f"sequences, of which ranks log different values{said}, but a value is put together "
-            "over these ranks. Log the same names in the same order on each of them, with the same "
-            "reduce_fx, and with a batch_size on all of them or on none; also where a rank has no "
-            "valid label, which weighs nothing in a mean. Or use context_parallel_size=1. No "
-            "weight was changed.",
+            f"sequences, but the ranks do not make the same calls of self.log{said}. A logged "
+            "value is combined over these ranks. Log the same names in the same order on each "
+            "rank, with the same reduce_fx, and with batch_size= on all ranks or on none. A rank "
+            "without a valid label has to log, too: its value has the weight 0 in a mean. Or use "
+            "context_parallel_size=1. No weight was changed.",
         )
 
     def _run_divided(
@@ -310,20 +312,22 @@ class DividedLook:
         return found
 
     def _refusal(self, difference: str) -> str:
-        layout, cure = self._layout, "and compute what you compute token by token"
+        layout = self._layout
+        cure = "and compute each value from the logits and the label of one token"
         if layout.shifted is not None:
             cure = (
-                f"give the batch an entry {layout.shifted!r}, the labels moved by one token with "
-                f"-100 at the end; pass it to the model as {layout.shifted}=, and compute by "
-                "yourself from it and the logits, token by token"
+                f"add a batch entry {layout.shifted!r} with the labels shifted by one token and "
+                f"-100 at the end, pass it to the model as {layout.shifted}=, and compute your "
+                "own values from this entry and the logits, each from one token"
             )
         return (
             f"context_parallel_size={self._mesh.sizes.context}: the result of training_step "
-            f"changes if sequences are divided: {difference}. A rank sees its own tokens only, and "
-            "labels that are shifted already, so a step must not shift, slice or pool tokens. Its "
-            "loss has to be a mean over the labels that BatchLayout declares (labels=, "
-            f"ignore_index=), or weighted by loss_weight=. Shift labels in the data, {cure}; or "
-            "use context_parallel_size=1. No weight was changed."
+            f"changes when its sequences are divided over ranks: {difference}. Each rank has only "
+            "some tokens of a sequence, so training_step must not shift, slice or pool tokens. "
+            "The loss has to be a mean over the labels that BatchLayout(labels=..., "
+            "ignore_index=...) declares, or be weighted by BatchLayout(loss_weight=...). Shift "
+            f"labels in the data set, {cure}; or use context_parallel_size=1. No weight was "
+            "changed."
         )
 
 
@@ -331,7 +335,7 @@ _UNDECIDED = "undecided"
 
 
 def _apart(name: str, divided: float, whole: float) -> str:
-    return f"{name} is {divided:.6g} on divided sequences, {whole:.6g} on whole ones"
+    return f"{name} is {divided:.6g} on divided sequences, but {whole:.6g} on undivided sequences"
 
 
 def _joined_as(call: LogCall) -> tuple[str, str, bool]:

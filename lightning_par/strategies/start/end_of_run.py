@@ -95,11 +95,15 @@ class EndOfRun:
         except ConfigurationError as error:
             if error.code == "LP303":
                 # On some samples, or with this step, it fails: that tells nothing of the run.
-                _LOG.info("the step as it is at the end of the run is not known: %s", error)
+                _LOG.info(
+                    "training_step was tried with the step number of the end of the run, but "
+                    "failed: %s",
+                    error,
+                )
                 return
             error.add_note(
-                f"So it is in step {last[0]}, the last of this run, and not in the first step. If "
-                "this run is to end before, say so by max_steps= or max_epochs=."
+                f"This happens in step {last[0]}, the last step of this run, but not in the first "
+                "step. If the run should end before that step, set max_steps= or max_epochs=."
             )
             raise
         finally:
@@ -114,10 +118,10 @@ class EndOfRun:
             raise ConfigurationError(
                 "LP309",
                 f"{type(self._module).__name__}.training_step: in the first step the loss is "
-                f"{first.name}, and in step {last[0]}, the last of this run, {found.name}. Use one "
-                "formula from the first step on, or num_microbatches=1 and data_parallel_size=1. "
-                "If this run is to end before that step, set max_steps= or max_epochs=. No weight "
-                "was changed.",
+                f"{first.name}, but in step {last[0]}, the last step of this run, it is "
+                f"{found.name}. Use one formula of the loss in all steps, or num_microbatches=1 "
+                "and data_parallel_size=1. If the run should end before that step, set max_steps= "
+                "or max_epochs=. No weight was changed.",
             )
 
 

@@ -54,8 +54,9 @@ __all__ = ["FirstLook"]
 
 _LOG = logging.getLogger(__name__)
 _DECLARE = (
-    "Declare it in ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', 'sum', "
-    "the name of an entry, or a function of the batch that returns its weight."
+    "Declare over what the loss is a mean in ParallelPlan(batch=BatchLayout(loss_weight=...)): "
+    "'samples', 'labels', 'sum' for a sum, the name of the batch entry that holds the weights, or "
+    "a function of the batch that returns its weight."
 )
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
@@ -280,7 +281,7 @@ class FirstLook:
         except ConfigurationError as error:
             error.add_note(
                 f"The formula of the loss changed in step {step}. The steps before it were "
-                "checked, and are correct. Nothing of this step was kept."
+                "checked and are correct. No weight was changed in this step."
             )
             raise
         now = weigher.weigh(*parts)
@@ -292,9 +293,10 @@ class FirstLook:
             raise ConfigurationError(
                 "LP309",
                 f"{type(self._module).__name__}.training_step: the formula of the loss changed in "
-                f"step {step}. So far the loss was {before.name}, now it is {weigher.rule.name}, "
-                "but the gradients of this step were weighted as before. Use one formula from the "
-                f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
+                f"step {step}. Before this step the loss was {before.name}; now it is "
+                f"{weigher.rule.name}, but the gradients of this step were weighted by the old "
+                f"formula. Use one formula in all steps, or use {' and '.join(cure)}. No weight "
+                "was changed in this step.",
             )
 
     def _shows_rule(
@@ -492,7 +494,7 @@ class FirstLook:
             source = "as declared"
         if weigher.alternatives:
             rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
-            source = f"{source}; {rest} the samples alike so far"
+            source = f"{source}; {rest} the samples equally so far"
         self._decisions.add("loss", weigher.rule.name, source)
         self._form.confirms = Confirmed.of(weigher.rule, ratios.get(weigher.rule.name))
 
@@ -527,18 +529,19 @@ class FirstLook:
     def _warn_of_random(self) -> None:
         """Say that random numbers hide how the loss is made of those of its parts."""
         rank_zero_warn(
-            f"{type(self._module).__name__}.training_step draws random numbers that the parts of a "
-            "batch cannot share, so how its loss depends on the losses of the parts is unknown; we "
-            f"take it for {self._weigher.rule.name}. {_DECLARE}"
+            f"{type(self._module).__name__}.training_step draws random numbers that differ "
+            "between a batch and its parts (micro-batches, replicas). Comparing their losses "
+            "therefore does not show how the loss of a batch follows from the losses of its "
+            f"parts. The loss is assumed to be {self._weigher.rule.name}. {_DECLARE}"
         )
 
     def _name_unsettled(self) -> None:
         """Say, once, that the rule of the loss is not known for sure."""
         rules = [self._weigher.rule, *self._weigher.alternatives]
         rank_zero_warn(
-            f"{type(self._module).__name__}.training_step: its first steps do not show whether the "
-            f"loss is {' or '.join(rule.name for rule in rules[:3])}; it is taken for the first. "
-            f"{_DECLARE}"
+            f"{type(self._module).__name__}.training_step: its first steps do not show whether "
+            f"the loss is {' or '.join(rule.name for rule in rules[:3])}. It is assumed to be "
+            f"{rules[0].name}. {_DECLARE}"
         )
 
     def tolerance(self) -> float:

@@ -46,9 +46,9 @@ def refusal_of_loss(
     lines = [
         f"{kind.__name__}.training_step{where} on {' and '.join(divided)}: the loss of a batch "
         "does not follow from the losses of its parts. No weight was changed.",
-        f"Why: the loss of some samples is neither {rule.name}, nor their sum, nor a mean over "
-        "labels, of the losses of its parts, so the mesh would train something else than one "
-        "process.",
+        "Why: the loss of a batch was compared with the losses of its parts. It is neither "
+        f"{rule.name}, nor their sum, nor a mean over labels, so the gradients would differ from "
+        "those of one process.",
         "What to write:",
         *(f"  - {cure}" for cure in cures),
     ]
@@ -58,11 +58,12 @@ def refusal_of_loss(
 def refusal_of_uncounted(layout: BatchLayout) -> str:
     """Return what to say of batches of which nothing tells what they weigh in the loss."""
     return (
-        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch dim, "
-        "so that nothing tells what the loss of each replica weighs in that of all. Declare it "
-        "beside: loss_weight='samples' if every batch weighs alike, 'sum' if losses are added, or "
-        "loss_weight=lambda batch: ..., which returns of how many samples, or labels, the loss of "
-        "a batch is the mean. No weight was changed."
+        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch "
+        "dim, so how to weight the losses of the replicas is not known. Declare this in "
+        "BatchLayout, too: loss_weight='samples' if all batches have the same weight, "
+        "loss_weight='sum' if the losses are added, or loss_weight=lambda batch: ... with a "
+        "function that returns over how many samples or labels the loss of a batch is the mean. "
+        "No weight was changed."
     )
 
 
@@ -74,7 +75,8 @@ def _cures(names: set[str], dims: BatchDims, whole: str) -> list[str]:
             False,
             "If the loss is a weighted mean, declare "
             "ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', 'sum', the "
-            "name of an entry, or a function of the batch that returns its weight.",
+            "name of the batch entry that holds the weights, or a function of the batch that "
+            "returns its weight.",
         ),
         (
             "grad" in names,
@@ -90,8 +92,8 @@ def _cures(names: set[str], dims: BatchDims, whole: str) -> list[str]:
         ),
         (
             not names.isdisjoint(_DRAWS),
-            "If the step draws what counts in its loss, or draws from a generator of its own, draw "
-            "in the dataset or collate_fn instead.",
+            "If the step draws random numbers that choose which labels or samples enter the loss, "
+            "or draws from its own generator, draw them in the dataset or collate_fn instead.",
         ),
         (
             not names.isdisjoint(_CUTS),
@@ -107,7 +109,10 @@ def _cures(names: set[str], dims: BatchDims, whole: str) -> list[str]:
         )
         cures.insert(1, (False, text))
     if ranks := sorted(names & _RANKS):
-        seen = f"The step calls {', '.join(ranks)}, which may need all samples: use {whole}."
+        seen = (
+            f"The step calls {', '.join(ranks)}, which may need all samples of the batch. Use "
+            f"{whole}."
+        )
         cures.insert(0, (True, seen))
     else:
         cures.append((False, f"Otherwise use {whole}."))

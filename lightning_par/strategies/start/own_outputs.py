@@ -33,10 +33,10 @@ def warn_of_own_outputs(
     """
     if seen.writes:
         rank_zero_warn(
-            f"{step} writes by itself (to a logger, the terminal or a file): rank 0 writes what "
-            f"it computes of its own samples, those of one of {replicas} replicas, as with DDP, "
-            "where one process writes what it computes of the whole batch. Use self.log(name, "
-            "value); or call self.all_gather(value) on every rank, and write on rank 0."
+            f"{step} writes to a logger, the terminal or a file. Rank 0 writes the values of its "
+            f"own samples, those of one of {replicas} replicas, as with DDP; one process would "
+            "write the values of the whole batch. Use self.log(name, value); or call "
+            "self.all_gather(value) on every rank, and write on rank 0."
         )
     loop = _LOOPS.get(step)
     for hook in (f"on_{loop}_epoch_end", f"on_{loop}_end"):
@@ -45,10 +45,10 @@ def warn_of_own_outputs(
         if read and not names & _JOINS:
             attributes = ", ".join(f"self.{name}" for name in read)
             rank_zero_warn(
-                f"{step} keeps values in {attributes}, which {hook} reads: each of {replicas} "
-                "replicas has the values of its own samples, where one process has those of all, "
-                "so a mean over them may differ. Give what the step computes to a torchmetrics "
-                "metric, which is joined over the replicas, or join it in the hook: "
+                f"{step} stores values in {attributes}, which {hook} reads. Each of {replicas} "
+                "replicas has only the values of its own samples, so a mean over them may differ "
+                "from the mean of one process. Pass the values to a torchmetrics metric, which is "
+                "synchronized over the replicas, or gather them in the hook: "
                 "self.all_gather(values)."
             )
             return
@@ -64,18 +64,17 @@ def warn_of_logs(step: str, names: frozenset[str]) -> None:
     warn_of_results(returned)
     if metrics:
         rank_zero_warn(
-            f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for the "
-            "parts of a batch than for the whole: with each micro-batch, on every replica, where "
-            "one process updates them once. Give a mean the number of what it is over "
-            "(MeanMetric.update(value, weight)), or give the metric what the value is computed "
-            "from."
+            f"{step} updates the metrics {', '.join(sorted(metrics))} once for each micro-batch "
+            "and replica, and the result differs from the one update that one process makes with "
+            "the whole batch. Pass a mean together with its number of entries "
+            "(MeanMetric.update(value, weight)), or pass the entries themselves to the metric."
         )
     if logged:
         rank_zero_warn(
-            f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
-            "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
-            "where one process would log a different number. Log what it is computed from, and "
-            "compute it at the end of the epoch; or use a torchmetrics metric, or "
+            f"{step} logs {', '.join(sorted(logged))}. This value of a batch is neither the mean "
+            "nor the sum of the values of its micro-batches and replicas, so the logged mean "
+            "differs from what one process logs. Log the numbers from which the value is "
+            "computed, and compute it at the end of the epoch; or use a torchmetrics metric, or "
             "reduce_fx='max'."
         )
 

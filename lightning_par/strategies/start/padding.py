@@ -86,9 +86,10 @@ class PaddingLook:
         if draws:
             rank_zero_warn(
                 f"{name}.training_step draws random numbers, and the batches of replicas have "
-                "different lengths, as each is padded to its own longest row. So the numbers that "
-                "it draws for tokens differ from those of one process; their distribution is the "
-                "same. To draw equal numbers, pad all batches to one length in the collate_fn."
+                "different lengths, as each is padded to its own longest row. So the random "
+                "numbers for tokens differ from those of one process, but have the same "
+                "distribution. To draw the same numbers, pad all batches to one length in the "
+                "collate_fn."
             )
         elif known < 0:
             rank_zero_warn(
@@ -100,11 +101,11 @@ class PaddingLook:
             raise ConfigurationError(
                 "LP327",
                 f"{name}.training_step: the batches of the replicas have different lengths, as "
-                "each is padded to its own longest row, and the padding changes the loss: with "
-                f"less padding the loss differs by {100 * float(known):.2g} %. One process would "
-                "pad all rows to one length. Leave padding out of the loss "
-                "(ignore_index, or a mask by whose sum it is divided), or pad all batches to one "
-                "length in the collate_fn, or use data_parallel_size=1. No weight was changed.",
+                "each is padded to its own longest row, and the padding changes the loss: the "
+                f"loss of the same rows with less padding differs by {100 * float(known):.2g} %. "
+                "One process would pad all rows to one length. Exclude padding from the loss "
+                "(ignore_index, or divide by the sum of a mask), or pad all batches to one length "
+                "in the collate_fn, or use data_parallel_size=1. No weight was changed.",
             )
 
 

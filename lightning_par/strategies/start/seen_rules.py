@@ -179,9 +179,9 @@ def _made(taped: TapedTensor, batch: Any) -> Tensor:
     except Exception as error:  # of torch, of any kind
         raise PlanError(
             "LP309",
-            "what weighs a batch in the loss, which training_step makes of it, cannot be made of "
-            f"this batch: {type(error).__name__}: {error}. Declare "
-            "ParallelPlan(batch=BatchLayout(loss_weight=...)), a function of the batch that "
+            "training_step computes the weight of a batch in the loss from the batch, but for "
+            f"this batch the same operations fail with {type(error).__name__}: {error}. Declare "
+            "ParallelPlan(batch=BatchLayout(loss_weight=...)) with a function of the batch that "
             "returns its weight.",
         ) from error
 

@@ -49,7 +49,7 @@ def run_parts(
         if takes_whole is not None and takes_whole(seen):
             return seen, is_random
         raise ConfigurationError(
-            "LP303", f"{refusal.message} It runs on all {whole[1]}. {cure}"
+            "LP303", f"{refusal.message}. The step runs on all {whole[1]} samples together. {cure}"
         ) from refusal.__cause__
     raise refusal
 
@@ -68,12 +68,12 @@ def cure_of_uncut(batch: Any, microbatches: int, replicas: int) -> str:
         dims = find_batch_dims(batch, BatchLayout())
         cure.append(
             f"declare ParallelPlan(batch=BatchLayout(whole={(*dims.dims, *dims.others)!r}, "
-            "loss_weight=lambda batch: ...)), where the function returns of how many samples, or "
-            "labels, the loss of a batch is the mean"
+            "loss_weight=lambda batch: ...)), where the function returns the number of samples or "
+            "labels over which the loss of a batch is the mean"
         )
     return (
-        "Write it for any number of samples; or, if the batch dim of an entry is not dim 0, "
-        "declare ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})); or, if a batch cannot "
-        "be cut because its rows name their sample by a number (graphs, boxes), "
+        "Write the step for any number of samples. If the batch dim of an entry is not dim 0, "
+        "declare ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})). If a batch cannot be "
+        "cut, because its rows refer to their sample by a number (graphs, boxes), "
         f"{' and '.join(cure)}."
     )

@@ -82,12 +82,12 @@ def check_uncut_numbers(
     if any(held):
         raise ConfigurationError(
             "LP309",
-            f"{type(module).__name__}.training_step: its loss depends on "
-            f"{', '.join(map(repr, sorted(names)))} of the batch, which on each replica is that "
-            "of its own rows, such as a number of labels that a collate_fn counts, or weights that "
-            "it divides by their sum. On one process it is that of all rows, so the loss would "
-            "differ. Compute it in the step from the tensors of the batch, as by "
-            "(labels != -100).sum(); or use data_parallel_size=1. No weight was changed.",
+            f"{type(module).__name__}.training_step: its loss depends on the batch entries "
+            f"{', '.join(map(repr, sorted(names)))}, which the data loader of each replica "
+            "computes from its own rows, such as a number of labels or normalized weights. One "
+            "process computes them from the rows of all replicas, so the loss would differ. "
+            "Compute these values in the step from the tensors of the batch, as in (labels != "
+            "-100).sum(); or use data_parallel_size=1. No weight was changed.",
         )
 
 

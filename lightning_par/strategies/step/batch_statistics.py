@@ -83,13 +83,16 @@ def refuse_parts(layers: list[str], replicas: int, microbatches: int) -> None:
     seen = f"{microbatches} micro-batches" if microbatches > 1 else f"{replicas} replicas"
     cures = ["use num_microbatches=1"] if microbatches > 1 else []
     if replicas > 1:
-        cures.append("pass sync_batchnorm=True to the Trainer, which takes the statistics of all")
+        cures.append(
+            "pass sync_batchnorm=True to the Trainer, which computes the statistics over all "
+            "replicas"
+        )
     raise ConfigurationError(
         "LP312",
-        f"BatchNorm {layers[0]!r}{more} normalizes over the batch, but each of {seen} has only a "
-        "part of it, so the result would differ from one process. To be equal, "
-        f"{' and '.join(cures)}; or normalize by GroupNorm or LayerNorm; or freeze the layer by "
-        "eval(). To accept statistics of a part, as DDP does, declare "
+        f"BatchNorm {layers[0]!r}{more} normalizes over the batch, but each of {seen} has only "
+        "some of its samples, so the result would differ from one process. To get the result of "
+        f"one process, {' and '.join(cures)}; or use GroupNorm or LayerNorm; or freeze the layer "
+        "with eval(). To accept the statistics of some samples, as DDP does, declare "
         "ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was changed.",
     )
 

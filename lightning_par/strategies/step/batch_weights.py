@@ -214,7 +214,8 @@ def _called(weight: Callable[[Any], Any], batch: Any, samples: int) -> Tensor:
         raise PlanError(
             "LP309",
             f"loss_weight={getattr(weight, '__qualname__', weight)!r} returned a tensor of shape "
-            f"{tuple(value.shape)}; it has to return one number, the weight of the batch.",
+            f"{tuple(value.shape)}; it has to return one number, the weight of the batch in the "
+            "loss.",
         )
     return value.reshape(())
 
@@ -224,8 +225,9 @@ def sum_of_entry(path: str, batch: Any, samples: int) -> Tensor:
     if not has_entry(batch, path):
         raise PlanError(
             "LP302",
-            f"the batch has no entry {path!r}, whose values weigh its samples in the loss. Give "
-            "every batch one (ones, where all samples weigh alike).",
+            f"the batch has no entry {path!r}, which holds the weights of the samples in the "
+            "loss. Add this entry to every batch, with ones where all samples have the same "
+            "weight.",
         )
     return torch.as_tensor(batch_entry(batch, path)).sum(dtype=torch.float64)
 

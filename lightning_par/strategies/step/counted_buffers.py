@@ -203,13 +203,13 @@ class CountedBuffers:
         raise ConfigurationError(
             "LP325",
             f"training_step changes the buffer {names[0]}{more} from its samples. No weight was "
-            f"changed.\nWhy: on {self._mesh.sizes} each {part} does so from its own samples or "
-            "tokens, and their values cannot be combined into that of one process."
-            "\nWhat to write:\n  - Add up in it what samples give (self.total += x.sum(); "
-            "self.count += len(x)), which is summed over all of them, and divide in "
-            f"on_train_batch_end; {cure}tokens that tensor parallelism divides are whole with "
-            "sequence_parallel=False.\n  - To accept what a part gives, as DDP does, declare "
-            "ParallelPlan(batch=BatchLayout(local_statistics=True)).",
+            f"changed.\nWhy: on {self._mesh.sizes} each {part} computes the buffer from its own "
+            "samples or tokens, and these values cannot be combined into the value of one "
+            "process.\nWhat to write:\n  - Add the values of the samples to the buffer "
+            "(self.total += x.sum(); self.count += len(x)), since such sums are added over all "
+            f"ranks, and divide them in on_train_batch_end; {cure}use sequence_parallel=False if "
+            "tensor parallelism divides the tokens.\n  - To accept the value of each rank's own "
+            "samples, as DDP does, declare ParallelPlan(batch=BatchLayout(local_statistics=True)).",
         )
 
     @contextmanager
@@ -234,9 +234,10 @@ class CountedBuffers:
                     raise ConfigurationError(
                         "LP325",
                         f"training_step changes the shape of the buffer {name} from "
-                        f"{tuple(value.shape)} to {tuple(buffer.shape)}, to which it added what "
-                        f"samples give so far: on {self._mesh.sizes} nobody knows how those of the "
-                        "replicas join. Give it its largest shape from the start.",
+                        f"{tuple(value.shape)} to {tuple(buffer.shape)}. So far it added values "
+                        "of the samples to this buffer, which are summed over the replicas on "
+                        f"{self._mesh.sizes}; buffers of a changed shape cannot be summed. Give "
+                        "the buffer its largest shape in __init__.",
                     )
                 added = torch.zeros_like(value) if fills else _change(value, buffer)
                 # What was there before is the same on every replica: only what the step added is

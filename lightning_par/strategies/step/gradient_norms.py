@@ -175,12 +175,13 @@ class GradientNorms:
         raise ConfigurationError(
             "LP311",
             f"pipeline_parallel_size={self._stages}: a hook between backward and optimizer step "
-            f"({name}) draws random numbers. One process draws for one parameter after the other, "
-            "a stage for its own parameters only, so that each would get other numbers. Draw from "
-            "a generator of each parameter, seeded by its name and the step: "
-            "torch.empty_like(p.grad).normal_(generator=g) with g = torch.Generator(p.device), "
-            "g.manual_seed(zlib.crc32(f'{trainer.global_step} {name}'.encode())); or use "
-            "pipeline_parallel_size=1. No weight was changed in this step.",
+            f"({name}) draws random numbers. One process draws numbers for all parameters in "
+            "order, but a pipeline stage draws for its own parameters only, so the parameters "
+            "would get different numbers. Give each parameter its own generator, seeded by the "
+            "name of the parameter and the step: torch.empty_like(p.grad).normal_(generator=g) "
+            "with g = torch.Generator(p.device), g.manual_seed(zlib.crc32(f'{trainer.global_step} "
+            "{name}'.encode())); or use pipeline_parallel_size=1. No weight was changed in this "
+            "step.",
         )
 
     def _unwatched(self, function: Callable[..., Any]) -> Callable[..., Any]:

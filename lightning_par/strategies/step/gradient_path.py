@@ -411,8 +411,9 @@ class GradientPath:
                 self.before_refusal()
             raise NonFiniteError(
                 "LP313",
-                f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "
-                "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them.",
+                f"{text} No weight was changed. Trainer(detect_anomaly=True) finds the operation "
+                "that computed it. With on_nonfinite='skip' the strategy skips such steps; with "
+                "on_nonfinite='ignore' it updates the weights all the same.",
             )
         # torch's optimizers pass over parameters without a gradient: weights and states stay.
         for parameter in passage.parameters:
@@ -420,7 +421,7 @@ class GradientPath:
         if self._host is not None:
             self._host.drop()
         if dist.get_rank() == 0:
-            _logger.warning("%s The step is left out.", text)
+            _logger.warning("%s This step is skipped.", text)
 
     def _clip(self, passage: _Passage) -> None:
         parameters, bound = passage.parameters, passage.bound
@@ -451,7 +452,10 @@ class GradientPath:
         if len(ranks) > _NAMED:
             said.append(f"and {len(ranks) - _NAMED} more ranks")
         step = self._module.trainer.global_step
-        return f"step {step}: the norm of loss and gradients is {float(norm)}: {'; '.join(said)}."
+        return (
+            f"step {step}: the loss or a gradient is not finite (their norm is {float(norm)}): "
+            f"{'; '.join(said)}."
+        )
 
 
 class MeshPrecision(Precision):

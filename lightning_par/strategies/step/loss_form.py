@@ -242,10 +242,10 @@ class FormWatch:
 
     def _warn(self) -> None:
         warnings.warn(
-            "the formula or the weights of the loss have changed since the first step, and are not "
-            "checked again with a scaled loss (16-mixed) or on_nonfinite='ignore'. To have them "
-            "checked, train with bf16-mixed or float32 and on_nonfinite='raise'; or use one "
-            "formula from the start.",
+            "the formula or the weights of the loss have changed since the first step. They are "
+            "not checked again if the loss is scaled (16-mixed) or with on_nonfinite='ignore'. To "
+            "check them, train with bf16-mixed or float32 and on_nonfinite='raise'; or use one "
+            "formula of the loss in all steps.",
             stacklevel=2,
         )
 
@@ -270,23 +270,25 @@ class FormWatch:
         if loses:
             raise ConfigurationError(
                 "LP309",
-                "training_step: its first batches show that the loss is a mean over what counts in "
-                "a batch. Nothing counts in a part of this one, a micro-batch or that of a "
-                "replica, and yet its loss is a number other than 0, as the step divides it by a "
-                "bound, such as max(count, 1). One process divides it by the count of all parts. "
-                "Use num_microbatches=1 and data_parallel_size=1, or divide by the number of "
-                "samples, or have something count in each part. Nothing of this step was kept.",
+                "training_step: in its first batches the loss was a mean over the labels or "
+                "samples that count. In this batch a micro-batch or replica has none that counts, "
+                "but its loss is not 0, since the step divides by a lower bound such as "
+                "max(count, 1). One process divides by the count of the whole batch. Use "
+                "num_microbatches=1 and data_parallel_size=1, or divide by the number of samples, "
+                "or give each micro-batch and replica a label that counts. No weight was changed "
+                "in this step.",
             )
         if is_other:
             assert self.confirms is not None
             raise ConfigurationError(
                 "LP309",
-                f"training_step: its first batches show that the loss is {self.confirms.rule}, "
-                "by which micro-batches, replicas or context ranks were weighed. The loss of this "
-                "batch is a mean over a different number of labels or samples. Declare which "
-                "label is ignored, ParallelPlan(batch=BatchLayout(labels=..., ignore_index=...)), "
-                "or a function of the batch that returns over how many the loss is the mean, "
-                "BatchLayout(loss_weight=...). Nothing of this step was kept.",
+                f"training_step: in its first batches the loss was {self.confirms.rule}, and the "
+                "losses of micro-batches, replicas or context ranks were weighted by this rule. "
+                "The loss of this batch is a mean over a different number of labels or samples. "
+                "Declare the ignored label in ParallelPlan(batch=BatchLayout(labels=..., "
+                "ignore_index=...)), or pass BatchLayout(loss_weight=...) a function of the batch "
+                "that returns over how many labels or samples the loss is the mean. No weight was "
+                "changed in this step.",
             )
         if differs:
             self.look_at_padding()

@@ -72,7 +72,7 @@ class ManualSteps:
                 raise ConfigurationError(
                     "LP315",
                     "training_step calls loss.backward(), whose gradients are those of one rank "
-                    "only. Call self.manual_backward(loss) in its place.",
+                    "only. Call self.manual_backward(loss) instead.",
                 )
             original(tensor, *args, **kwargs)
 

@@ -500,13 +500,11 @@ class PipelinedSteps:
             raise_problems(PlanError, "LP407", sorted(set().union(*every)))
             raise NonFiniteError(
                 "LP314",
-                "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
-                "or the step uses a "
-                "value that lives on another pipeline stage (such values are NaN on purpose): name "
-                "its module in "
-                "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. "
-                "No weight was "
-                "changed.",
+                "the loss of the first pipelined step is NaN. Either the model itself computes "
+                "NaN, or the step uses the output of a module that another pipeline stage holds: "
+                "such an output is NaN here. Run once with pipeline_parallel_size=1: if the loss "
+                "is NaN, too, the model computes it. If not, name the module in "
+                "ParallelPlan(replicated=...). No weight was changed.",
             )
 
 
@@ -551,11 +549,10 @@ def loss_of(result: Any) -> Tensor:
             kind += f" whose loss has the shape {tuple(loss.shape)}"
         raise ConfigurationError(
             "LP318",
-            f"training_step returned {kind}; under a pipeline it has to return "
-            "the loss as a "
-            "scalar tensor, or a dict with one under 'loss'. To leave out a batch by its loss, "
-            "log the loss with sync_dist=True, and set every p.grad = None in "
-            "on_before_optimizer_step, by trainer.callback_metrics.",
+            f"training_step returned {kind}. Under a pipeline it has to return the loss as a "
+            "scalar tensor, or a dict whose key 'loss' holds this tensor. To skip batches with a "
+            "bad loss, log the loss with sync_dist=True, read it from trainer.callback_metrics in "
+            "on_before_optimizer_step, and set every p.grad = None there.",
         )
     return loss.reshape(())
 

@@ -100,24 +100,25 @@ class ShardedSequence:
         if not calls:
             raise ConfigurationError(
                 "LP205",
-                f"context_parallel_size={degree}: no attention of the blocks "
-                f"{', '.join(self._plan.containers)!r} was seen, so every rank would attend to its "
-                "own tokens only. Call F.scaled_dot_product_attention or lightning_par.attention "
-                "in the blocks.",
+                f"context_parallel_size={degree}: the blocks {', '.join(self._plan.containers)!r} "
+                "called no attention function that can be divided, so every rank would attend to "
+                "its own tokens only. Call F.scaled_dot_product_attention or "
+                "lightning_par.attention in the blocks.",
             )
         if counts:
             raise ConfigurationError(
                 "LP205",
                 f"context_parallel_size={degree}: the plan says positions={{}}, but "
-                f"{counted or 'the model'} counts positions from 0 to the number of tokens that it "
-                "sees, which are those of one rank. Let the forward take the positions and name "
-                "them, as in ParallelPlan(positions={'': 'position_ids'}), or give them in the "
-                "batch.",
+                f"{counted or 'the model'} counts positions from 0 over the tokens of one rank "
+                "only. Let the forward take the positions as an argument, and name this argument, "
+                "as in ParallelPlan(positions={'': 'position_ids'}); or put the positions into "
+                "the batch.",
             )
         if self._plan.positions and not fills:
             names = ", ".join(repr(name) for name in self._plan.positions)
             raise ConfigurationError(
                 "LP205",
-                f"context_parallel_size={degree}: the plan gives positions to {names}, but no "
-                "such module was called. Call the module, not its forward.",
+                f"context_parallel_size={degree}: ParallelPlan(positions=...) names {names}, but "
+                "no module of that name was called. Call the module itself, as in module(x), and "
+                "not module.forward(x).",
             )

@@ -23,9 +23,10 @@ from lightning_par.mesh import ParallelMesh
 __all__ = ["SkippedSteps", "gives_none_alone", "may_skip"]
 
 _CURE = (
-    "To leave out a batch by its data, leave its samples out of the data set (a collate_fn has to "
-    "give every replica a batch); by its loss, log the loss with sync_dist=True and set every "
-    "p.grad = None in on_before_optimizer_step, by trainer.callback_metrics."
+    "To skip a batch because of its data, remove its samples from the data set (a collate_fn has "
+    "to return a batch on every replica). To skip a batch because of its loss, log the loss with "
+    "sync_dist=True, read it from trainer.callback_metrics in on_before_optimizer_step, and set "
+    "every p.grad = None there."
 )
 
 
@@ -80,10 +81,11 @@ class SkippedSteps:
     def _refuse(self, where: str) -> None:
         raise ConfigurationError(
             "LP318",
-            f"{type(self._module).__name__}.training_step gave no loss on {where}, to leave out a "
-            "batch: one process leaves out the whole batch. Decide it for all replicas: "
-            "`if self.all_gather(flag).any(): return None`, before the model is called. "
-            f"{_CURE} No weight was changed in this step.",
+            f"{type(self._module).__name__}.training_step returned no loss on {where}, but "
+            "returned one on other ranks. One process skips the whole global batch or no part of "
+            "it. Let all replicas decide together before the model is called: `if "
+            f"self.all_gather(flag).any(): return None`. {_CURE} No weight was changed in this "
+            "step.",
         )
 
 

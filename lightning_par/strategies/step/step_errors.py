@@ -127,24 +127,26 @@ def _mixed_text(module: nn.Module, operation: str, trace: TracebackType | None) 
     weights = f" ({', '.join(sharded)})" if sharded else ""
     if not holds_tensor_shards(module):
         cure = (
-            "Weights of a block are gathered when it is called, as in block(x), and neither by "
-            "block.forward(x) nor by code outside of it: call the block, or use zero_stage=0"
+            "ZeRO gathers the weights of a block when the block is called as block(x), but not "
+            "for block.forward(x) or for code outside of the block. Call the block as block(x), "
+            "or use zero_stage=0"
         )
     elif sharded:
         cure = (
-            "Where it computes in a forward, give the module that holds the weight a style in "
-            f"ParallelPlan(tensor={{{name!r}: ...}}): 'replicated' if every rank computes alike, "
-            "'sequence_parallel' on each rank's tokens, 'replicated_with_grad_allreduce' on its "
-            "heads or features"
+            "If this code runs in a forward, give the module that holds the weight a style in "
+            f"ParallelPlan(tensor={{{name!r}: ...}}): 'replicated' if every rank computes the "
+            "same, 'sequence_parallel' if a rank computes its own tokens, "
+            "'replicated_with_grad_allreduce' if a rank computes its own heads or features"
         )
     else:
         cure = (
-            "A weight that the code of another module reads is whole with sequence_parallel=False "
-            "and the style 'replicated' of the module that holds it, in "
-            "ParallelPlan(tensor={...: 'replicated'})"
+            "If code of another module reads this weight, use sequence_parallel=False, and give "
+            "the module that holds the weight the style 'replicated' in ParallelPlan(tensor=...), "
+            "which does not shard it"
         )
     return (
-        f"{name or type(module).__name__}: {operation}{at} mixes a plain tensor with a weight"
-        f"{weights} that tensor or data parallelism holds as a DTensor. {cure}. In a hook "
-        "use trainer.strategy.full_parameter(name), or parameter.full_tensor()."
+        f"{name or type(module).__name__}: {operation}{at} combines a plain tensor with a "
+        f"weight{weights} that tensor or data parallelism has sharded (a DTensor). {cure}. If "
+        "this code runs in a hook, use trainer.strategy.full_parameter(name), or "
+        "parameter.full_tensor()."
     )

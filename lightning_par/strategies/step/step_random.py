@@ -217,8 +217,9 @@ class StepRandom:
     def _complain(self) -> None:
         """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
         text = (
-            f"{self._name} drew random numbers, but drew none in the first step, so they {{}} "
-            "those of one process. Let it draw random numbers from the first step on."
+            f"{self._name} drew no random numbers in the first step, but draws some now. The "
+            "random numbers {} equal to those of one process. Let the step draw random numbers "
+            "from the first step on."
         )
         if self._name == "training_step":
             raise ConfigurationError("LP311", text.format("would not be"))
@@ -302,8 +303,8 @@ class StepRandom:
             if size == of:  # it fails on one process, too
                 raise
             text = (
-                f"{self._name} does not run on {size} of the {of} samples of a batch, as "
-                f"micro-batches and replicas need: {type(error).__name__}: {error}"
+                f"{self._name} fails when it gets {size} of the {of} samples of a batch, as it "
+                f"does with micro-batches or replicas: {type(error).__name__}: {error}"
             )
             if not of:
                 text = f"{type(error).__name__}: {error}"
@@ -357,10 +358,10 @@ class StepRandom:
         if depends and divides:
             raise ConfigurationError(
                 "LP311",
-                f"{self._name} draws as many random numbers of NumPy or Python as there are "
-                "samples, which micro-batches and replicas cannot share. Draw them by torch "
-                "(torch.rand(batch_size)), or in the data set, or use num_microbatches=1 and "
-                "data_parallel_size=1.",
+                f"{self._name} draws a random number with NumPy or Python for each sample. The "
+                "numbers of a batch cannot be divided over micro-batches and replicas. Draw the "
+                "numbers with torch (torch.rand(batch_size)) or in the data set, or use "
+                "num_microbatches=1 and data_parallel_size=1.",
             )
         # A step may draw in some of its forms only.
         self._draws_whole |= draws

@@ -122,9 +122,16 @@ def record_logs(
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
-            raise ConfigurationError("LP316", f"self.log({name!r}, ...): pass options by keyword.")
+            raise ConfigurationError(
+                "LP316",
+                f"self.log({name!r}, value, ...) was called with options by position. Pass the "
+                "options by keyword, as in self.log(name, value, prog_bar=True).",
+            )
         if isinstance(value, dict):
-            raise ConfigurationError("LP316", f"self.log({name!r}, dict): use self.log_dict.")
+            raise ConfigurationError(
+                "LP316",
+                f"self.log({name!r}, ...) got a dict. Use self.log_dict for several values.",
+            )
         metric = None
         if isinstance(value, Metric):
             names = (path for path, part in module.named_modules() if part is value)
@@ -132,8 +139,8 @@ def record_logs(
             if metric is None:
                 raise ConfigurationError(
                     "LP316",
-                    f"self.log({name!r}, metric): the metric is not an attribute of the "
-                    f"{type(module).__name__}; set it in __init__ as self.{name} = ...",
+                    f"self.log({name!r}, metric) got a metric that is not an attribute of "
+                    f"{type(module).__name__}. Assign it in __init__, as in self.{name} = metric.",
                 )
             # Lightning's defaults: on_step is True in training_step, False in evaluation steps.
             is_of_step = on_step if options.get("on_step") is None else options["on_step"]
@@ -437,7 +444,10 @@ def reduction_name(reduce_fx: Any) -> str:
     name = name.lower()  # as Lightning takes it
     if name not in _REDUCTIONS:
         raise ConfigurationError(
-            "LP316", f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min."
+            "LP316",
+            f"self.log(reduce_fx={reduce_fx!r}) is not supported, since the values of "
+            "micro-batches and ranks are combined by a mean, a sum or an extremum. Use "
+            "reduce_fx='mean', 'sum', 'max' or 'min'.",
         )
     return str(name)
 

@@ -81,8 +81,8 @@ def choose_kernel(name: str, query: Tensor, *, masked: bool) -> AttentionKernel:
         kind = str(query.dtype).removeprefix("torch.")
         raise ConfigurationError(
             "LP308",
-            f"attention_backend={name!r} {refusal} (heads of {query.shape[-1]} dims, {kind}, on "
-            f"{query.device.type}). Use {either(['auto', *fits])}.",
+            f"attention_backend={name!r} {refusal} (this call has head dim {query.shape[-1]}, "
+            f"{kind}, on {query.device.type}). Use {either(['auto', *fits])}.",
         )
     return KERNELS[name]
 
