@@ -24,10 +24,10 @@ def copy_refused() -> ConfigurationError:
     return ConfigurationError(
         "LP328",
         "copy.deepcopy or a pickle of a module on a mesh is not possible: the forward of the copy "
-        "would compute with the weights of the original. Copy it before the mesh takes it over, "
-        "as in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy in an "
-        "attribute of the LightningModule; or copy its weights alone, {name: w.detach().clone() "
-        "for name, w in self.net.named_parameters()}. In place of torch.save(self.net, path) write "
+        "would compute with the weights of the original. Copy the module before it is sharded, as "
+        "in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy in an "
+        "attribute of the LightningModule; or copy only its weights: {name: w.detach().clone() "
+        "for name, w in self.net.named_parameters()}. Instead of torch.save(self.net, path) call "
         "torch.save(self.net.state_dict(), path) on all ranks, or save the module in on_fit_end.",
     )
 

@@ -70,8 +70,10 @@ class Action:
         if match is None:
             raise ScheduleError(
                 "LP401",
-                f"{text!r} is not an action. Write the stage, one of F, B, I, W, and the "
-                "micro-batch, like 2F0.",
+                f"{text!r} is not an action of a pipeline schedule. An action is the number of a "
+                "stage, a letter, and the number of a micro-batch, such as 2F0. The letters are F "
+                "(forward), B (backward), I (gradient of the input) and W (gradient of the "
+                "weights).",
             )
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
@@ -119,12 +121,13 @@ class Schedule:
         )
         if len(self.rank_of_stage) != self.num_stages:
             problems.append(
-                f"{self.name}: rank_of_stage places {len(self.rank_of_stage)} stages, num_stages "
-                f"is {self.num_stages}. Give one rank per stage."
+                f"schedule {self.name}: rank_of_stage lists the ranks of "
+                f"{len(self.rank_of_stage)} stages, but num_stages is {self.num_stages}. List one "
+                "rank for each stage."
             )
         problems += [
-            f"{self.name}: stage {stage} is placed on rank {rank}, but there are {self.num_ranks} "
-            f"ranks. Use 0 to {self.num_ranks - 1}."
+            f"schedule {self.name}: stage {stage} is placed on rank {rank}, but there are "
+            f"{self.num_ranks} ranks. Use a rank from 0 to {self.num_ranks - 1}."
             for stage, rank in enumerate(self.rank_of_stage)
             if not 0 <= rank < self.num_ranks
         ]
@@ -189,4 +192,8 @@ def count_problems(name: str, **counts: int) -> list[str]:
         name: Of the schedule.
         counts: By the name of the argument.
     """
-    return [f"{name}: {key}={value}. Use 1 or more." for key, value in counts.items() if value < 1]
+    return [
+        f"schedule {name}: {key}={value} must be 1 or more."
+        for key, value in counts.items()
+        if value < 1
+    ]

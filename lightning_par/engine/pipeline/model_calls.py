@@ -83,9 +83,9 @@ class ModelCalls:
         if len(stages) > 1 and caches.held:
             raise PipelineError(
                 "LP407",
-                "the model is called with a cache of keys and values where ranks hold several "
-                "pipeline stages each, each of which would read what another has just added. Pass "
-                "use_cache=False, or use a schedule with one stage on a rank.",
+                "the model is called with a cache of keys and values, but each rank holds several "
+                "pipeline stages, and a stage would read what another stage has just added to the "
+                "cache. Pass use_cache=False, or use a schedule with one stage on each rank.",
             )
         # A message of its own: what a stage hands on may have any shape.
         # A new signature for each call, so that each has a header of its own, and none is kept.
@@ -178,9 +178,9 @@ def _lengths(cache: Any) -> list[int]:
     except (AttributeError, NotImplementedError):
         raise PipelineError(
             "LP407",
-            f"the model is called with a {type(cache).__name__}, whose layers do not all tell how "
-            "many tokens they hold, and a pipeline stage has those of its own blocks only. Pass "
-            "use_cache=False, or use pipeline_parallel_size=1.",
+            f"the model is called with a {type(cache).__name__}, but get_seq_length() fails for "
+            "some of its layers. A pipeline stage needs this number of tokens for the layers of "
+            "other stages. Pass use_cache=False, or use pipeline_parallel_size=1.",
         ) from None
 
 

@@ -286,22 +286,29 @@ class Channel:
 
 def _check_alike(known: PackedTree, header: PackedTree) -> None:
     """Raise `PipelineError`, saying what changed, unless two messages are alike."""
-    advice = "Hand on what changes as a tensor, of one shape for every batch shape."
-    cut = "Cut or pad sequences in the collate_fn, so that the shapes of the batch tell."
+    advice = (
+        "Return the value that changes as a tensor that has the same shape for all batches of one "
+        "shape."
+    )
+    cut = (
+        "Cut or pad sequences in the collate_fn instead of the model, so that batches of one "
+        "shape give outputs of one shape."
+    )
     kinds = [[(spec.shape, spec.dtype) for spec in each.specs] for each in (known, header)]
     if known.specs != header.specs and kinds[0] == kinds[1]:
         raise PipelineError(
             "LP405",
             "the output of a pipeline stage needed a gradient in an earlier step and needs none "
             "now, or the other way round: parameters were frozen or unfrozen after the first "
-            "step. Under a pipeline, do that before the fit.",
+            "step. Under a pipeline, freeze and unfreeze parameters before the fit.",
         )
     if known.specs != header.specs:
         raise PipelineError(
             "LP405",
-            "the output of a pipeline stage changed its shape for a batch of the same shape: "
-            f"{kinds[0]} before, {kinds[1]} now. {cut} A step that calls the model several times, "
-            "as to generate text, needs pipeline_parallel_size=1.",
+            "the output of a pipeline stage has a different shape than before, although the batch "
+            f"has the same shape: it was {kinds[0]}, and is now {kinds[1]}. {cut} A step that "
+            "calls the model several times, as for text generation, needs "
+            "pipeline_parallel_size=1.",
         )
     # Equal trees may have different pickles, where a value is shared in one of them only.
     before, now = (unpack(each, range(len(each.specs))) for each in (known, header))
@@ -313,6 +320,6 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
     raise PipelineError(
         "LP405",
-        "the output of a pipeline stage, besides tensors, changed for a batch of the same shape: "
-        f"{before!r} before, {now!r} now. {advice}",
+        "a value in the output of a pipeline stage that is not a tensor has changed, although the "
+        f"batch has the same shape: it was {before!r}, and is now {now!r}. {advice}",
     )

@@ -13,10 +13,10 @@ class SecondCallError(PipelineError):
         """Say it of the block with this number."""
         return cls(
             "LP406",
-            f"block {block} was called twice in one step; a pipeline passes through the blocks "
-            "once. Join the inputs of both calls into one batch. To generate text, call "
-            "model.generate in a step of evaluation, or sample in on_validation_epoch_end; in "
-            "training_step that needs pipeline_parallel_size=1.",
+            f"block {block} was called twice in one step, but a pipeline runs each block once for "
+            "each batch. Concatenate the inputs of both calls into one batch. To generate text, "
+            "call model.generate in validation_step or on_validation_epoch_end. A training_step "
+            "that calls the model several times needs pipeline_parallel_size=1.",
         )
 
 
@@ -28,9 +28,9 @@ def called_by_a_hook(what: str) -> PipelineError:
     """
     return PipelineError(
         "LP407",
-        f"a hook calls {what}, which one pipeline stage holds. Call the LightningModule, or the "
-        "module that holds all blocks, which passes the stages; or name it in "
-        "ParallelPlan(replicated=...).",
+        f"a hook calls {what}, but only one pipeline stage holds this module. Call the "
+        "LightningModule or the module that contains all blocks, which runs through all stages; "
+        "or name the called module in ParallelPlan(replicated=...).",
     )
 
 
@@ -42,7 +42,7 @@ def called_outside(block: str) -> PipelineError:
     """
     return PipelineError(
         "LP406",
-        f"{block} is called outside of a step, and is on another pipeline stage. Call the "
-        "LightningModule, or the module that holds all blocks, which passes the stages; or use "
-        "pipeline_parallel_size=1.",
+        f"{block} is called outside of a step, but another pipeline stage holds this block. Call "
+        "the LightningModule or the module that contains all blocks, which runs through all "
+        "stages; or use pipeline_parallel_size=1.",
     )

@@ -117,7 +117,10 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
     _check_counts("interleaved", p, num_microbatches)
     if v < 2:
         raise ScheduleError(
-            "LP402", f"interleaved: stages_per_rank={v}. Use 2 or more; 1f1b takes one."
+            "LP402",
+            "the schedule 'interleaved' needs 2 or more stages per rank, but "
+            f"stages_per_rank={v}. Use stages_per_rank=2 or more; for one stage per rank use "
+            "the schedule '1f1b'.",
         )
     # p micro-batches pass all chunks of a rank before the next p begin.
     rounds = range(-(-num_microbatches // p))
@@ -257,7 +260,9 @@ def build_schedule(
     if name not in SCHEDULES:
         if not Path(name).is_file():
             raise ScheduleError(
-                "LP401", f"schedule={name!r} is neither {either(sorted(SCHEDULES))} nor a file."
+                "LP401",
+                f"schedule={name!r} is neither the name of a schedule nor a file. The names "
+                f"are {', '.join(sorted(SCHEDULES))}.",
             )
         return read_schedule(name, num_ranks, num_microbatches)
     spec = SCHEDULES[name]
@@ -267,8 +272,9 @@ def build_schedule(
         free = either([repr(other) for other, row in SCHEDULES.items() if row.chosen])
         raise ScheduleError(
             "LP401",
-            f"schedule={name!r} has {spec.stages_per_rank} stage(s) per rank, not "
-            f"{stages_per_rank}. Only {free} lets you choose.",
+            f"schedule={name!r} always has {spec.stages_per_rank} stage(s) per rank, but "
+            f"{stages_per_rank} were asked for. Use schedule={free} to choose the number of "
+            "stages per rank.",
         )
     return spec.build(num_ranks, num_microbatches)
 
@@ -317,15 +323,17 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
     if len(rows) != num_ranks:
         raise ScheduleError(
             "LP401",
-            f"{path}: {len(rows)} lines with actions, but there are {num_ranks} pipeline ranks. "
-            "Write one line per rank.",
+            f"the schedule file {path} has {len(rows)} lines with actions, but there are "
+            f"{num_ranks} pipeline ranks. Write one line for each rank.",
         )
     # A stage that is on two ranks is found by `validate_schedule`: one of its actions is foreign.
     owners = {a.stage: rank for rank, row in enumerate(rows) for a in row}
     missing = sorted(set(range(max(owners) + 1)) - owners.keys())
     if missing:
         raise ScheduleError(
-            "LP401", f"{path}: stage {missing[0]} has no action, but {max(owners)} has."
+            "LP401",
+            f"the schedule file {path} has no action of stage {missing[0]}, but one of stage "
+            f"{max(owners)}. Number the stages from 0 without gaps.",
         )
     schedule = Schedule(
         name=Path(path).name,
@@ -339,8 +347,9 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
     if schedule.num_microbatches < num_microbatches:
         raise ScheduleError(
             "LP402",
-            f"{path}: it has {schedule.num_microbatches} micro-batches, but the batch is cut into "
-            f"{num_microbatches}. Use num_microbatches={schedule.num_microbatches} or fewer.",
+            f"the schedule file {path} has actions of {schedule.num_microbatches} micro-batches, "
+            f"but num_microbatches={num_microbatches}. Use "
+            f"num_microbatches={schedule.num_microbatches} or less.",
         )
     return schedule.first(num_microbatches)
 

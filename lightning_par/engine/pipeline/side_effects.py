@@ -96,9 +96,9 @@ def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) ->
 def _absent(stub: EarlierBlock, name: str) -> PlanError:
     return PlanError(
         "LP409",
-        f"{stands_for(stub)[0]} is on another pipeline stage than the code that reads its "
-        f"{name}, which it has only after it has run. "
-        f"{_OF_ATTRIBUTE.format(name)}. Or use pipeline_parallel_size=1.",
+        f"the code reads the attribute {name} of {stands_for(stub)[0]}, which is set when this "
+        f"block runs, but the block runs on another pipeline stage. {_OF_ATTRIBUTE.format(name)}. "
+        "Or use pipeline_parallel_size=1.",
     )
 
 
@@ -106,22 +106,27 @@ def _text(fqn: str, owner: str, name: str) -> str:
     if name.startswith(_HOOK):
         what = f"a forward hook of {owner} stores values in a list or dict"
         cure = (
-            "Name the hooked module, as seen from the block, in ParallelPlan(captured={name: entry "
-            "of its output}) if it is inside the block, or let the block return the value"
+            "If the hooked module is inside the block, declare ParallelPlan(captured={name: "
+            "entry}), where name is the name of this module relative to the block and entry is "
+            "the index of the value in its output. Otherwise let the block return the value"
         )
     else:
-        what = f"{fqn} keeps a tensor with a gradient, or a longer list, in {owner or 'the module'}"
+        what = (
+            f"{fqn} stores a tensor that requires grad, or appends to a list, in "
+            f"{owner or 'the module'}"
+        )
         what += f".{name}"
-        cure = f"{_OF_ATTRIBUTE.format(name)}; detach what nobody differentiates"
+        cure = f"{_OF_ATTRIBUTE.format(name)}; detach the tensor if its gradient is not needed"
     return (
-        f"{what}. Under a pipeline other blocks run on other stages, so code that reads it would "
-        f"miss their values. {cure}. Or use pipeline_parallel_size=1."
+        f"{what}. Under a pipeline the other blocks run on other stages, so code that reads these "
+        f"values on one stage would not find those of the other blocks. {cure}. Or use "
+        "pipeline_parallel_size=1."
     )
 
 
 _OF_ATTRIBUTE = (
-    "Let the block store a tensor on itself and declare ParallelPlan(carried=({!r},)), or return "
-    "it with its output"
+    "Let the block store the tensor in an attribute of its own and declare "
+    "ParallelPlan(carried=({!r},)), or let the block return it with its output"
 )
 _HOOK = "hook "
 

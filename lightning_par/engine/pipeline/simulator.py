@@ -206,7 +206,8 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) 
     """
     if min(forward, backward) < 1:
         raise ScheduleError(
-            "LP404", f"forward={forward}, backward={backward}: use 1 unit or more for each."
+            "LP404",
+            f"forward={forward} and backward={backward} must both be 1 or more units of time.",
         )
     simulation = simulate(schedule, forward=forward, backward=backward)
     width = max((len(str(event.action)) for row in simulation.events for event in row), default=1)
@@ -249,8 +250,8 @@ class _Walk:
                 while len(self.events[rank]) < len(actions) and self._step(rank):
                     progress = True
         blocked = [
-            f"rank {rank} is blocked at {actions[len(done)]}, which waits for "
-            f"{self._missing_input(actions[len(done)])}"
+            f"rank {rank} cannot run {actions[len(done)]} before "
+            f"{self._missing_input(actions[len(done)])} has run"
             for rank, (actions, done) in enumerate(
                 zip(self._schedule.actions, self.events, strict=True)
             )
@@ -259,8 +260,8 @@ class _Walk:
         if not blocked:
             return []
         circle = "; ".join(blocked)
-        cure = "Move the actions that are waited for to an earlier place."
-        return [f"{self._schedule.name}: deadlock, {circle}. {cure}"]
+        cure = "Move the actions on which others wait to an earlier place in the row of their rank."
+        return [f"the pipeline schedule {self._schedule.name} ends in a deadlock: {circle}. {cure}"]
 
     def _step(self, rank: int) -> bool:
         """Run the next action of `rank`, if it has its inputs; return whether it had."""
@@ -284,7 +285,7 @@ class _Walk:
         for choices in inputs_of(action, self._schedule.num_stages):
             if not any(choice in self._done for choice in choices):
                 known = [choice for choice in choices if choice in planned]
-                return str(known[0]) if known else f"{choices[0]}, which no rank runs"
+                return str(known[0]) if known else f"{choices[0]} (which no rank runs)"
         raise AssertionError(f"{action} has all its inputs")
 
 
@@ -325,8 +326,8 @@ def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> lis
     if len(costs) != num_stages:
         raise ScheduleError(
             "LP404",
-            f"{name} has {len(costs)} costs for {num_stages} stages. Give one number, or one per "
-            "stage.",
+            f"{name} has {len(costs)} costs, but there are {num_stages} stages. Give one number "
+            "for all stages, or one number for each.",
         )
     negative = [c for c in costs if c < 0]
     if negative:

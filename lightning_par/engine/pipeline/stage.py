@@ -218,11 +218,11 @@ class Stage:
         if not self.is_last and not state.left:
             raise PipelineError(
                 "LP406",
-                f"the step returned before block {self.end_block}: it skipped blocks, returned "
-                "early, or caught the "
-                "BaseException that ends a stage (a bare `except:` around the model call). Call "
-                "the whole model once for every batch, and catch Exception; to leave out a batch, "
-                "leave it out in the data set or collate_fn; or use pipeline_parallel_size=1.",
+                f"the step returned before it had called block {self.end_block}. It skipped "
+                "blocks, returned early, or caught the BaseException that ends a pipeline stage "
+                "(a bare `except:` around the model call). Call the whole model once for every "
+                "batch, and write `except Exception:` instead of `except:`. To skip a batch, "
+                "remove it in the data set or collate_fn. Or use pipeline_parallel_size=1.",
             )
         if self.is_last and self.end_block - 1 not in state.called:
             raise PipelineError(
@@ -261,9 +261,10 @@ class Stage:
         if module.training and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise PipelineError(
                 "LP406",
-                f"block {block} is called by checkpoint(..., use_reentrant=True), which records no "
-                "graph that another stage could go on with. Pass use_reentrant=False, or leave it "
-                "to the ActivationCheckpointing callback.",
+                f"block {block} is called through checkpoint(..., use_reentrant=True), which "
+                "records no autograd graph, so the backward cannot continue on another pipeline "
+                "stage. Pass use_reentrant=False, or use the ActivationCheckpointing callback "
+                "instead.",
             )
         state.called.add(block)
         is_last_block = block == self.end_block - 1
@@ -294,10 +295,10 @@ def check_last_block(number: int, block: nn.Module) -> None:
     if block._backward_hooks or block._backward_pre_hooks:
         raise PipelineError(
             "LP406",
-            f"block {number} is the last of a stage and has a backward hook, which would not be "
-            "called: the gradient of its output comes from another stage. Register the hook on a "
-            "module inside of the block, or let a forward hook register it on the block's output "
-            "(output.register_hook).",
+            f"block {number} is the last block of a pipeline stage and has a backward hook. This "
+            "hook would not be called, since the gradient of the block's output comes from "
+            "another stage. Register the hook on a module inside of the block, or let a forward "
+            "hook register it on the block's output (output.register_hook).",
         )
 
 
@@ -342,9 +343,10 @@ class _AbsentTensor(Tensor):
             fqn = next(t._fqn for t in tree_leaves((args, kwargs)) if isinstance(t, _AbsentTensor))
             raise PipelineError(
                 "LP407",
-                f"{fqn} lives on another pipeline stage than the code that uses it; name its "
-                "module in ParallelPlan(replicated=...). A block is on one stage only: use what it "
-                "holds in its own forward, or pipeline_parallel_size=1.",
+                f"{fqn} is on another pipeline stage than the code that uses it. Name its module "
+                "in ParallelPlan(replicated=...), which puts a copy on every stage. A block "
+                "cannot be replicated: use its parameters in the forward of the block, or use "
+                "pipeline_parallel_size=1.",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -447,9 +449,9 @@ class EarlierBlock(StageStub):
         if answer is None:
             raise PlanError(
                 "LP406",
-                f"block {self._number} gave no output to the next stage: its forward was called by "
-                "name, which passes its hooks over. Call the block, as in block(x), not "
-                "block.forward(x), or use pipeline_parallel_size=1.",
+                f"block {self._number} sent no output to the next pipeline stage, since the code "
+                "calls block.forward(x), which skips the hooks of the block. Call block(x) "
+                "instead, or use pipeline_parallel_size=1.",
             )
         # Only the output of the block right before this stage has its hidden states.
         if self._number == self._stage.first_block - 1:
@@ -523,8 +525,9 @@ class AbsentModule(_Shape):
             raise called_by_a_hook(self.__dict__["_fqn"])
         raise PipelineError(
             "LP407",
-            f"{self.__dict__['_fqn']} belongs to the last pipeline stage but was called before the "
-            "blocks; name it in ParallelPlan(first=...) or ParallelPlan(replicated=...).",
+            f"{self.__dict__['_fqn']} is placed on the last pipeline stage, but was called before "
+            "the blocks. Name it in ParallelPlan(first=...), or in ParallelPlan(replicated=...) "
+            "if it is also used after the blocks.",
         )
 
 
@@ -556,9 +559,10 @@ class GhostModule(_Shape):
         stage = self.__dict__["_stage"]
         if stage is not None and stage.passed_blocks:
             stage.problems.add(
-                f"{self.__dict__['_fqn']} is used after the blocks, but the first pipeline stage "
-                "holds it, since it is defined before them. Name it in ParallelPlan(last=...), or "
-                "in ParallelPlan(replicated=...) if it is used before them too."
+                f"{self.__dict__['_fqn']} is used after the blocks, but is placed on the first "
+                "pipeline stage, since it is defined before the blocks. Name it in "
+                "ParallelPlan(last=...), or in ParallelPlan(replicated=...) if it is also used "
+                "before the blocks."
             )
         given, spec = tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
@@ -576,9 +580,9 @@ class GhostModule(_Shape):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} gives a tensor of {tensor.dtype}, which later pipeline "
-                "stages would need: name it, and the modules that give its inputs, in "
-                "ParallelPlan(replicated=...).",
+                f"{self.__dict__['_fqn']} returns a tensor of {tensor.dtype} on the first "
+                "pipeline stage, and later stages need its values. Name this module, and the "
+                "modules that compute its inputs, in ParallelPlan(replicated=...).",
             )
         return poison(tensor.shape, tensor.dtype, device)
 
@@ -594,7 +598,7 @@ class GhostModule(_Shape):
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} is run for its shapes alone where another pipeline stage "
-                f"holds it, and needs values ({str(error).splitlines()[0]}). Name it in "
-                "ParallelPlan(replicated=...).",
+                f"{self.__dict__['_fqn']} is on another pipeline stage. Here only the shapes of "
+                "its outputs are computed, but its forward needs the values of tensors "
+                f"({str(error).splitlines()[0]}). Name it in ParallelPlan(replicated=...).",
             ) from error

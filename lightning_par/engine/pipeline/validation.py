@@ -50,13 +50,19 @@ def foreign_actions(schedule: Schedule, training: bool) -> Iterator[str]:
             inside = 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
             if not inside:
                 yield (
-                    f"{name}: rank {rank} runs {action}, but there are {stages} stages and "
-                    f"{microbatches} micro-batches."
+                    f"schedule {name}: rank {rank} runs {action}, but there are only {stages} "
+                    f"stages and {microbatches} micro-batches, numbered from 0."
                 )
             elif (owner := schedule.rank_of_stage[action.stage]) != rank:
-                yield f"{name}: rank {rank} runs {action}, but rank {owner} holds its stage."
+                yield (
+                    f"schedule {name}: rank {rank} runs {action}, but rank {owner} holds this "
+                    f"stage. Move the action to rank {owner}."
+                )
             elif not training and action.kind is not _F:
-                yield f"{name}: rank {rank} runs {action}, but only forwards run without training."
+                yield (
+                    f"schedule {name}: rank {rank} runs {action}, but without training only "
+                    "forwards run. Remove the action."
+                )
 
 
 def missing_actions(schedule: Schedule, training: bool) -> Iterator[str]:
@@ -65,20 +71,26 @@ def missing_actions(schedule: Schedule, training: bool) -> Iterator[str]:
     counts = Counter(action for actions in schedule.actions for action in actions)
     for action, count in counts.items():
         if count > 1:
-            yield f"{name}: {action} comes {count} times. Run it once."
+            yield f"schedule {name}: the action {action} is listed {count} times. List it once."
     for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
         if Action(stage, _F, microbatch) not in counts:
-            yield f"{name}: {Action(stage, _F, microbatch)} is missing."
+            yield f"schedule {name}: the action {Action(stage, _F, microbatch)} is missing. Add it."
         whole = Action(stage, _B, microbatch)
         halves = [Action(stage, kind, microbatch) for kind in (_I, _W)]
         there = [half for half in halves if half in counts]
         if whole in counts and there:
-            yield f"{name}: {whole} and {there[0]} compute the same gradient. Keep one of the two."
+            yield (
+                f"schedule {name}: {whole} and {there[0]} compute the same gradient. Keep one of "
+                "the two."
+            )
         elif training and whole not in counts and not there:
-            yield f"{name}: {whole} is missing."
+            yield f"schedule {name}: the action {whole} is missing. Add it."
         elif len(there) == 1:
             missing = next(half for half in halves if half not in counts)
-            yield f"{name}: {missing} is missing, while {there[0]} is there."
+            yield (
+                f"schedule {name}: {there[0]} is one half of a backward, but the other half "
+                f"{missing} is missing. Add it."
+            )
 
 
 def early_actions(schedule: Schedule) -> Iterator[str]:
@@ -90,7 +102,10 @@ def early_actions(schedule: Schedule) -> Iterator[str]:
                 # Of the other stages nothing is said here: a deadlock tells of them.
                 needed = choices[0]
                 if needed.stage == action.stage and position.get(needed, -1) > index:
-                    yield f"{schedule.name}: rank {rank} runs {action} before {needed}. Swap them."
+                    yield (
+                        f"schedule {schedule.name}: rank {rank} runs {action} before {needed}, "
+                        "whose result it needs. Swap the two actions."
+                    )
 
 
 def crossed_messages(schedule: Schedule) -> Iterator[str]:
@@ -116,9 +131,10 @@ def crossed_messages(schedule: Schedule) -> Iterator[str]:
             if (stage, number) != (stage_taken, number_taken):
                 kind, source, target, _ = queue
                 yield (
-                    f"{schedule.name}: rank {source} sends the {kind} of stage {stage}, "
-                    f"micro-batch {number}, where rank {target} takes those of stage "
-                    f"{stage_taken}, micro-batch {number_taken}. Use one order on both."
+                    f"schedule {schedule.name}: rank {source} sends the {kind} of stage {stage} "
+                    f"and micro-batch {number}, but at this place rank {target} receives those of "
+                    f"stage {stage_taken} and micro-batch {number_taken}. Use the same order of "
+                    "micro-batches on both ranks."
                 )
                 break
 

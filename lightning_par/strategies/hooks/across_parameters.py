@@ -94,9 +94,9 @@ class AcrossParameters(TorchFunctionMode):
     def _refuse(self, one: str, other: str) -> None:
         raise ConfigurationError(
             "LP410",
-            f"{self._name} combines what belongs to {one} and {other}{user_line()}: under a "
-            "pipeline every stage has gradients of its own parameters only, so that the result "
-            f"would be that of a part of the model. {self._cure}",
+            f"{self._name} combines values of {one} and {other}{user_line()}. Under a pipeline "
+            "every stage has gradients of its own parameters only, so the result would cover only "
+            f"a part of the model. {self._cure}",
         )
 
 

@@ -87,10 +87,10 @@ def wrap_outer_forwards(
             if _JIT.is_tracing():
                 raise ConfigurationError(
                     "LP418",
-                    "torch.jit.trace (log_graph=True of a logger) got a module on a mesh, of which "
-                    "this rank holds a part. Log the graph in setup, where it is still whole: "
-                    "self.logger.experiment.add_graph(self, self.example_input_array), and pass "
-                    "log_graph=False.",
+                    "torch.jit.trace was called on a module of which this rank holds only a part "
+                    "(a logger with log_graph=True calls it). Log the graph in setup, before the "
+                    "module is sharded: self.logger.experiment.add_graph(self, "
+                    "self.example_input_array). Pass log_graph=False to the logger.",
                 )
             if steps.reads.in_hooks or steps.is_outside:
                 meeting()

@@ -162,7 +162,11 @@ class WholeGroups:
             what += f", which cannot be sent from stage to stage: {error}"
         view.agree(what)
         if "cannot" in what:
-            raise PlanError("LP408", f"a hook reads {what}{user_line()}.")
+            raise PlanError(
+                "LP408",
+                f"a hook{user_line()} reads {what}. Keep only tensors, numbers and text in the "
+                "states of the optimizers.",
+            )
         told = [own] * dist.get_world_size(view.group)
         dist.all_gather_object(told, own, group=view.group)
         found: list[dict[str, Any]] = [{} for _ in own]

@@ -64,9 +64,10 @@ def whole_module(
     if model.steps.is_in_step:
         raise ConfigurationError(
             "LP420",
-            f"whole(){user_line()} is called in a step, which runs on the parts of the module. "
-            "Call it in a hook between two steps, such as on_train_batch_end or "
-            "on_validation_epoch_end. What a step reads of a weight is whole already.",
+            f"whole(){user_line()} is called inside a step, where each rank computes with its "
+            "part of the module. Call it in a hook between two steps, such as on_train_batch_end "
+            "or on_validation_epoch_end. A step can read a weight without whole(): it gets the "
+            "whole weight.",
         )
     model.steps.reads.agree(f"strategy.whole(on={on!r})")
     with model.steps.reads.paused():
@@ -207,7 +208,7 @@ def _check_writes(everywhere: list[tuple[bool, dict[str, tuple[str, int]]]]) -> 
         raise ConfigurationError(
             "LP420",
             f"inside whole(){user_line()} rank {others.index(True)} changed names, shapes or "
-            "dtypes of parameters or buffers. Write values into the existing tensors, as by "
+            "dtypes of parameters or buffers. Write values into the existing tensors, as in "
             "p.data.mul_(mask); or change the module in __init__ or configure_model.",
         )
     names = {name for found in writes for name in found}
@@ -215,9 +216,9 @@ def _check_writes(everywhere: list[tuple[bool, dict[str, tuple[str, int]]]]) -> 
     if differ:
         raise ConfigurationError(
             "LP420",
-            f"whole(){user_line()} is left with different values on each rank, in {len(differ)} "
-            f"tensors, the first of which is {differ[0]}. Write the same values on every rank, or "
-            "write on rank 0 only and let the other ranks copy them: whole(on='rank 0').",
+            f"inside whole(){user_line()} the ranks wrote different values to {len(differ)} "
+            f"tensors, the first of which is {differ[0]}. Write the same values on every rank; or "
+            "use whole(on='rank 0'), where only rank 0 writes and the other ranks copy its values.",
         )
 
 

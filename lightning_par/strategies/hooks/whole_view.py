@@ -90,12 +90,13 @@ _DRAWS_IN_PLACE = _names(
     "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 )
 _CURE = (
-    "Run a forward on every rank, outside of `if trainer.is_global_zero`, and print or write what "
-    "comes on one. Of weights each rank holds a part: trainer.strategy.full_parameter(name) gives "
-    "a whole one, and trainer.strategy.gather_state_dict() all of them on rank 0; every rank has "
-    "to call them. Go over module.named_parameters(), which lists the same on all; a logger "
-    "writes on rank 0 alone, so give it arrays that every rank has made before: "
-    "p.detach().numpy(), p.grad.numpy()."
+    "Call a forward on every rank, outside of `if trainer.is_global_zero`, and print or write its "
+    "result on one rank. Each rank holds only a part of the weights: "
+    "trainer.strategy.full_parameter(name) returns a whole weight, and "
+    "trainer.strategy.gather_state_dict() all weights on rank 0. Every rank has to call these. "
+    "Loop over module.named_parameters(), which has the same order on all ranks. A logger writes "
+    "on rank 0 only: first compute arrays on every rank (p.detach().numpy(), p.grad.numpy()), "
+    "then pass them to the logger."
 )
 
 
@@ -266,7 +267,7 @@ class WholeView(TorchFunctionMode):
         if not self._is_part(tensor):
             return tensor
         stage, value = self._stage_of(tensor), None
-        self._agree(f"{tuple(tensor.shape)} of {stage}", self.group)
+        self._agree(f"reading a tensor of shape {tuple(tensor.shape)} of stage {stage}", self.group)
         # `whole` communicates over the ranks of the stage alone.
         if stage is None or stage == self.place:
             value = whole(tensor.detach()).detach()
@@ -303,7 +304,8 @@ class WholeView(TorchFunctionMode):
         said = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
         raise ConfigurationError(
             "LP415",
-            f"{self._hook}: ranks make different calls that communicate ({said}). {_CURE}",
+            f"{self._hook}: the ranks do not make the same calls that need all ranks ({said}). "
+            f"{_CURE}",
         )
 
     def _gradient(self, parameter: Tensor) -> Any:

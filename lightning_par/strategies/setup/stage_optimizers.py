@@ -266,8 +266,8 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
     )
     if mesh.rank == 0:
         _logger.info(
-            "the update of %s depends on %s: it steps on whole tensors, the same on every rank, "
-            "which takes %.0f MiB for parameters and gradients in a step.",
+            "the update of %s depends on %s, so every rank gathers them and computes the same "
+            "update. This takes %.0f MiB for parameters and gradients in each step.",
             type(optimizer).__name__,
             "parameters of several stages" if across_model else "whole parameters",
             step.bytes_in_step / _MIB,
@@ -291,7 +291,7 @@ def _check_parameters(
     if 0 in held.tolist():
         raise ConfigurationError(
             "LP413",
-            "configure_optimizers returned an optimizer without parameters: no pipeline stage "
-            "holds any of its parameters. Give it parameters of the module, such as "
-            "self.parameters().",
+            "configure_optimizers returned an optimizer that has no parameter of the "
+            "LightningModule on any pipeline stage. Pass it parameters of the LightningModule, "
+            "such as self.parameters().",
         )

@@ -50,17 +50,17 @@ def check_world_reads(make: Callable[[pl.Trainer], None], trainer: pl.Trainer) -
     if is_schedule:
         raise ConfigurationError(
             "LP416",
-            f"configure_optimizers computes {name}={value} of a schedule from the number of "
-            f"processes ({places[0]}); with one process it is {one}. On every layout a step is one "
-            "of the global batch: take trainer.estimated_stepping_batches, which is the same "
-            "everywhere, or write the number that you want.",
+            f"configure_optimizers computes {name}={value} of a learning-rate schedule from the "
+            f"number of processes ({places[0]}); with one process it is {one}. A step trains one "
+            "global batch on any number of processes, so the schedule must not depend on this "
+            "number. Use trainer.estimated_stepping_batches, or write the number itself.",
         )
     raise ConfigurationError(
         "LP416",
         f"configure_optimizers computes {name}={value} from the number of processes "
-        f"({places[0]}); on one process it is {one}, so the result would differ from "
-        "one process with the same global batch. Write the number itself, or take "
-        f"it from a hyperparameter of the module: {name}={one} is that of one process.",
+        f"({places[0]}); on one process it is {one}, so the result would differ from one process "
+        f"with the same global batch. Write {name}={one}, the value of one process, or read it "
+        "from a hyperparameter of the module.",
     )
 
 

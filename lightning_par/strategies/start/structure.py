@@ -55,8 +55,8 @@ class Structure:
         if changed:
             raise ConfigurationError(
                 "LP329",
-                f"a hook has replaced or deleted {', '.join(changed[:4])}, but the mesh has "
-                "already sharded the modules and computes with the old ones. Change modules "
-                "before that, in __init__, setup or configure_model; or write to a parameter in "
-                "place, self.net.head.weight.data.copy_(values).",
+                f"a hook has replaced or deleted {', '.join(changed[:4])}, but the modules are "
+                "already sharded, and the forward still uses the old modules and parameters. "
+                "Replace modules and parameters earlier, in __init__, setup or configure_model; "
+                "or write to a parameter in place: self.net.head.weight.data.copy_(values).",
             )

@@ -26,12 +26,16 @@ Look = Callable[..., tuple[StepReport, bool]]
 Numbers = list[tuple[str, float]]
 _LOSS = "the loss"
 _CURES = {
-    "LP416": "Leave the number of processes out: losses and means are those of the global batch "
-    "already; or count the replicas, which are 1 on one process, by "
-    "self.all_gather(torch.ones(1, device=self.device)).numel().",
-    "LP419": "Leave the rank out of the computation: one process computes the same for all "
-    "samples, and random numbers already differ among the ranks. Code that runs on rank 0 only may "
-    "write files, but not change a loss.",
+    "LP416": (
+        "Do not use the number of processes in the computation: losses and logged means are "
+        "already those of the global batch. If the number of replicas is needed, use "
+        "self.all_gather(torch.ones(1, device=self.device)).numel(), which is 1 on one process."
+    ),
+    "LP419": (
+        "Do not use the rank to compute the loss: one process computes the same for all samples, "
+        "and random numbers already differ between replicas. Use the rank only to decide which "
+        "rank writes files."
+    ),
 }
 
 
@@ -102,9 +106,9 @@ def _look(
     elif text:
         raise ConfigurationError(
             code,
-            f"{step} computes {text}. Ranks of one replica have the same samples, so the result "
-            "would differ from one process with the same global batch. "
-            f"{_CURES[code]} No weight was changed.",
+            f"{step} computes {text}. The ranks of one replica compute the same samples, so the "
+            f"result would differ from one process with the same global batch. {_CURES[code]} No "
+            "weight was changed.",
         )
     return found
 
@@ -127,8 +131,8 @@ def _of_size(
     for name, value, counted in _differing(_seen(here), _seen(other), again):
         replicas = "1" if count == 1 else f"{count}, the number of replicas,"
         return (
-            f"{name}={value:.6g} from the number of processes ({read}), {sizes.world_size} on "
-            f"{sizes}; with {replicas} it is {counted:.6g}"
+            f"{name}={value:.6g} from the number of processes ({read}), which is "
+            f"{sizes.world_size} on {sizes}; with {replicas} the value is {counted:.6g}"
         )
     return ""
 
@@ -147,17 +151,18 @@ def _of_rank(
     losses = [pair for pair in _seen(here) if pair[0] == _LOSS]
     for name, value, counted in _differing(losses, _seen(other), again):
         return (
-            f"{name}={value:.6g} from its rank ({asked}), which is {mesh.rank} on {mesh.sizes}; "
-            f"with rank {place} the loss is {counted:.6g}"
+            f"{name}={value:.6g} from the rank of the process ({asked}). On rank {mesh.rank} of "
+            f"{mesh.sizes} the loss is {value:.6g}; with rank {place} it would be {counted:.6g}"
         )
     return ""
 
 
 def _warn(step: str, read: str, text: str) -> None:
     rank_zero_warn(
-        f"{step} computes with the number of processes, or with its rank ({read}): {text}. Whether "
-        "the replicas together train as one process with the same global batch is not proved: "
-        'verify="first_step" proves it. Losses and means are those of the global batch without it.'
+        f"{step} uses the number of processes or the rank ({read}): {text}. Whether the result "
+        'equals that of one process with the same global batch is not known; verify="first_step" '
+        "compares them. Losses and logged means are already those of the global batch, so they "
+        "need no factor."
     )
 
 

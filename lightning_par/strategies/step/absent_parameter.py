@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 _CURE = (
-    "Each stage holds its own parameters only. For a penalty on weights use the weight_decay of "
-    "the optimizer, or add its gradient in on_after_backward, which every stage runs on its own "
-    "parameters (p.grad.add_(p, alpha=...)); name a small module in ParallelPlan(replicated=...); "
-    "or use pipeline_parallel_size=1."
+    "For a penalty on weights use weight_decay of the optimizer, or add the gradient of the "
+    "penalty to p.grad in on_after_backward (p.grad.add_(p, alpha=...)), which runs on every "
+    "stage for its own parameters. To use a small module on every stage, name it in "
+    "ParallelPlan(replicated=...). Otherwise use pipeline_parallel_size=1."
 )
 _OURS = Path(__file__).resolve().parents[2]
 _FRAMEWORKS = (*(str(Path(p.__file__ or "").parent) for p in (torch, lightning)), str(_OURS))
@@ -138,10 +138,10 @@ class AbsentParameter(Tensor):
         if not absent.refusals.waits:
             raise PlanError(
                 "LP408",
-                f"{absent.fqn}, or what a hook computed of it, is used{user_line()}, outside of "
-                "the hook, and is on another pipeline stage. In the hook, on every rank, make of "
-                "it what all have: a number, .tolist(), .numpy(), or "
-                "trainer.strategy.full_parameter(name).",
+                f"a hook read {absent.fqn}, which is on another pipeline stage, and the result is "
+                f"used{user_line()} after the hook has ended. Convert the result inside the hook, "
+                "on every rank: to a number, by .tolist() or by .numpy(); or call "
+                "trainer.strategy.full_parameter(name) there.",
             )
         text = _refusal(absent.fqn)
         # The first read is the cause; later ones may only meet the ones that stood in for it.
@@ -217,13 +217,16 @@ class AbsentPart:
 def module_refusal(fqn: str, name: str) -> str:
     """Return the refusal of an attribute that a step reads in a block of its own stage."""
     return (
-        f"the step reads {name} of {fqn}{user_line()}, inside a block: a loop over modules() "
-        f"meets the blocks of this pipeline stage only. {_CURE}"
+        f"the step reads {name} of {fqn}{user_line()}, a module inside a block. A loop over "
+        f"modules() finds only the blocks of this pipeline stage. {_CURE}"
     )
 
 
 def _refusal(fqn: str) -> str:
-    return f"the step uses {fqn}{user_line()}, which is on another pipeline stage. {_CURE}"
+    return (
+        f"the step uses {fqn}{user_line()}, but this parameter is on another pipeline stage. "
+        f"{_CURE}"
+    )
 
 
 def user_line() -> str:

@@ -132,7 +132,7 @@ class GradientNorms:
         if pipelined and name not in self._quiet:
             kinds, _ = self._exchange(_END)
             if any(kind != _END for kind in kinds):
-                self._refuse("the stages do not ask for the same number of norms")
+                self._refuse("the pipeline stages ask for different numbers of norms")
             if not self._calls:
                 self._quiet.add(name)
 
@@ -301,12 +301,12 @@ class GradientNorms:
         # the same part everywhere.
         kinds, every = self._exchange(kind, self._checksum(asked))
         if _END in kinds:
-            self._refuse("the stages do not ask for the same number of norms")
+            self._refuse("the pipeline stages ask for different numbers of norms")
         if self.pause_view is not None and len({*every}) == 1:
             return  # all have named the same gradients
         asking = {k for k in kinds if k != _NOTHING}
         if len([k for k in kinds if k != _NOTHING]) > 1 and (_PART in asking or len(asking) > 1):
-            self._refuse("every stage asks for the norm of some gradients of its own")
+            self._refuse("every pipeline stage asks for a norm over some of its own gradients")
 
     def _checksum(self, asked: Sequence[Tensor]) -> int:
         """Return a number of the names of gradients, of whatever stage."""
@@ -318,6 +318,6 @@ class GradientNorms:
     def _refuse(self, what: str) -> None:
         raise ConfigurationError(
             "LP410",
-            f"pipeline_parallel_size={self._stages}: in a hook between backward and "
-            f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}",
+            f"pipeline_parallel_size={self._stages}: in a hook between backward and optimizer "
+            f"step {what}. Whether these belong to one norm over the model is not known. {_CURE}",
         )

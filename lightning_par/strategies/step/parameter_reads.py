@@ -462,9 +462,9 @@ class _WatchedInPart(_Watched):
 
 def _written(fqn: str) -> str:
     return (
-        f"the step writes to {fqn}, whose shards data parallelism may have gathered "
-        "already. Write to weights in on_train_batch_start or on_train_batch_end, or use "
-        "data_parallel_size=1."
+        f"the step writes to {fqn}, but data parallelism may already have gathered its shards "
+        "into a copy, which the write does not change. Write to weights in on_train_batch_start "
+        "or on_train_batch_end, or use data_parallel_size=1."
     )
 
 

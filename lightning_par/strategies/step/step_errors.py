@@ -95,8 +95,9 @@ def _explain_gradients(error: Exception) -> ConfigurationError | None:
     return ConfigurationError(
         "LP411",
         "training_step asks for gradients by itself (torch.autograd.grad or backward). Under a "
-        "pipeline its graph ends at the border of a stage, so these gradients do not reach the "
-        f"other stages: {error} Use pipeline_parallel_size=1.",
+        "pipeline the autograd graph of a rank contains only its own stage, so these gradients "
+        "cannot be computed through the other stages. Use pipeline_parallel_size=1. The error of "
+        f"torch was: {error}",
     )
 
 
