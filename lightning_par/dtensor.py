@@ -85,8 +85,9 @@ def local_box(name: str, tensor: Tensor) -> Box:
     if held != box.shape:
         raise CheckpointError(
             "LP505",
-            f"{name} holds {held} of {tuple(tensor.shape)} here, but its placements "
-            f"{tensor.placements} on {tuple(mesh.shape)} ranks would be {box.shape}.",
+            f"{name} has the shape {tuple(tensor.shape)}, and its shard on this rank has {held}, "
+            f"but the placements {tensor.placements} on {tuple(mesh.shape)} ranks give a shard of "
+            f"{box.shape}. Shard it as torch.chunk does.",
         )
     return box
 
@@ -112,8 +113,9 @@ def box_at(
     if shards is None:
         raise CheckpointError(
             "LP505",
-            f"{name} is sharded as {tuple(placements)}: a rank holds several strips of a dim, not "
-            "one block. Keep the weight whole, or store it with a dim of its own for the strips.",
+            f"{name} is sharded as {tuple(placements)}: a rank holds several separate parts of "
+            "one dim instead of one block, which a checkpoint cannot store. Do not shard the "
+            "weight, or give the weight a separate dim for these parts.",
         )
     return cut_box(name, shape, [(dim, mesh.size(i), place[i]) for i, dim in shards])
 

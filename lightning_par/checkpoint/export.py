@@ -51,8 +51,9 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
         tops = sorted({name.partition(".")[0] for name in weights})
         raise CheckpointError(
             "LP509",
-            f"no name of a weight begins with {below!r}; names begin with {', '.join(tops)}. "
-            "Pass one of these as --below.",
+            f"--below {below} selects no weight of the checkpoint, since no name of a weight "
+            f"begins with it. The names begin with {', '.join(tops)}. Pass one of these "
+            "beginnings as --below.",
         )
     # For the bar: of tied weights each name counts, as each is written.
     moves = sum(tensor.nbytes for tensor in stored.values())

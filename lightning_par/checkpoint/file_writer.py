@@ -125,8 +125,8 @@ class FileSave(Save):
         if not self._partial.exists():
             raise CheckpointError(
                 "LP508",
-                f"{self._partial.name}, which rank 0 made, is not there: all nodes have to share "
-                "the folder",
+                f"{self._partial.name}, which rank 0 created, does not exist for this rank. Save "
+                "into a folder that all nodes share",
             )
         part, files = self.part, {}
         # Without truncation, and by `pwrite`: all ranks have the file open, each at its own

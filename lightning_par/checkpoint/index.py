@@ -78,7 +78,9 @@ def well_formed(what: str) -> Iterator[None]:
     else:
         return
     # Outside of the handlers, so that the traceback does not show an error of our parsing.
-    raise CheckpointError("LP502", f"{what} is malformed ({cause}). Use another checkpoint.")
+    raise CheckpointError(
+        "LP502", f"{what} has no valid content ({cause}). Use another checkpoint."
+    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,11 @@ class Index:
         index.check_complete()
         unknown = [name for name, of in index.aliases.items() if of not in index.weights]
         if unknown:
-            raise CheckpointError("LP502", f"the index has no weight for its name {unknown[0]!r}.")
+            raise CheckpointError(
+                "LP502",
+                f"the index of the checkpoint is damaged: it lists the tied name {unknown[0]!r}, "
+                "but not the weight to which it is tied. Use another checkpoint.",
+            )
         return index
 
     @property
@@ -199,8 +205,9 @@ class Index:
                     boxes = [(c.offset, c.shape) for c in entry.chunks]
                     raise CheckpointError(
                         "LP502",
-                        f"{kind}: {name} has the shape {entry.shape}, which the boxes (offset, "
-                        f"shape) {boxes} of its ranks do not fill exactly.",
+                        f"the index of the checkpoint is damaged: {name} ({kind}) has the shape "
+                        f"{entry.shape}, but its stored parts, given by offset and shape, "
+                        f"{boxes}, do not cover it exactly once. Use another checkpoint.",
                     )
 
 
@@ -231,7 +238,9 @@ def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
             boxes = zip(chunk.offset, chunk.shape, shape, strict=True)
             if any(low + size > whole for low, size, whole in boxes):
                 raise CheckpointError(
-                    "LP502", f"the index puts a part of {name} outside of {shape}."
+                    "LP502",
+                    f"the index of the checkpoint is damaged: a part of {name} is outside of "
+                    f"its shape {shape}. Use another checkpoint.",
                 )
             chunks.append(chunk)
         found[name] = TensorEntry(DTYPES[entry["dtype"]], shape, tuple(chunks))
@@ -242,7 +251,11 @@ def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
     sizes = tuple(value)
     # Not isinstance: `true` of JSON is an int in Python, and a size of 1 nobody meant.
     if any(type(size) is not int or size < 0 for size in sizes):
-        raise CheckpointError("LP502", f"the index gives {sizes} for sizes.")
+        raise CheckpointError(
+            "LP502",
+            f"the index of the checkpoint is damaged: {sizes} is not a shape. Use another "
+            "checkpoint.",
+        )
     return sizes
 
 
@@ -310,8 +323,9 @@ class Manifest:
             if value.pop("kind") != _KIND or int(value.pop("format")) > FORMAT:
                 raise CheckpointError(
                     "LP503",
-                    f"{where} says that a newer version wrote it; this version of lightning_par "
-                    f"reads format {FORMAT}. Install a newer lightning_par.",
+                    f"{where} was written by a newer version of lightning_par; the installed "
+                    f"version reads checkpoints up to format {FORMAT}. Install a newer "
+                    "lightning_par.",
                 )
             files = {
                 str(name): FileRecord(int(record["length"]), str(record["crc32"]))
@@ -356,7 +370,9 @@ class Manifest:
         outside = [name for name in manifest.files if Path(name).name != name]
         if outside:
             raise CheckpointError(
-                "LP502", f"{folder}: {MANIFEST} names {outside[0]!r}, a file elsewhere."
+                "LP502",
+                f"{folder}: {MANIFEST} lists {outside[0]!r}, a file outside of the checkpoint "
+                "folder. Use another checkpoint.",
             )
         return manifest
 

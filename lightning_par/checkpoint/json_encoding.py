@@ -104,8 +104,9 @@ class Encoder:
         if isinstance(value, DTensor):
             raise CheckpointError(
                 "LP505",
-                f"{where} is sharded over ranks, but this state is that of rank 0 alone. Keep it "
-                "in the module's parameters or buffers, or store its full_tensor().",
+                f"{where} is a tensor that is sharded over ranks, but only rank 0 writes this "
+                "state. Keep the tensor in the module's parameters or buffers, or store its "
+                "full_tensor().",
             )
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
             kind, dense = (
@@ -113,8 +114,8 @@ class Encoder:
             )
             raise CheckpointError(
                 "LP505",
-                f"{where} is a {kind} tensor, which safetensors cannot hold. Store its {dense}, or "
-                "the tensors that it is made of.",
+                f"{where} is a {kind} tensor, which a safetensors file cannot hold. Store its "
+                f"{dense}, or store its parts as plain tensors.",
             )
         kind = "tensor"
         if not isinstance(value, Tensor):
@@ -222,13 +223,18 @@ class Decoder:
         if kind == "path":
             return Path(text)
         # Also for a dtype that this torch has not: it may come from a newer one.
-        raise CheckpointError("LP503", f"{where} is a {kind!r}, which this version does not know.")
+        raise CheckpointError(
+            "LP503",
+            f"{where} has the type {kind!r}, which this version of lightning_par does not know. "
+            "Install a newer lightning_par.",
+        )
 
     def _load_pickle(self, value: dict[str, Any], where: str) -> Any:
         if not self._unpickle:
             raise PickledValueError(
                 "LP504",
-                f"{where} is a {value['type']}, stored as a pickle, which could run code. If you "
-                "trust the checkpoint, pass weights_only=False.",
+                f"{where} is an object of the type {value['type']}, stored as a pickle. Loading a "
+                "pickle could run code. If you trust the checkpoint, pass weights_only=False to "
+                "fit or load_from_checkpoint.",
             )
         return pickle.loads(base64.b64decode(value["value"]))

@@ -132,8 +132,9 @@ def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Stored
     if counts != [len(group) for group in groups]:
         raise CheckpointError(
             "LP507",
-            f"the checkpoint's optimizer has groups of {counts} parameters, this one "
-            f"of {[len(group) for group in groups]}.",
+            f"the parameter groups of the optimizer in the checkpoint have {counts} parameters, "
+            f"but those of this run have {[len(group) for group in groups]}. Use the same "
+            "parameter groups, or load only the weights.",
         )
     numbers = number_names(groups)
     # A parameter without a gradient so far has no state, in torch as here.
@@ -192,16 +193,21 @@ def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> No
     """
     problems = []
     if len(stored.groups) != len(groups):
-        problems.append(f"has {len(stored.groups)} groups, this one {len(groups)}")
+        problems.append(
+            f"has {len(stored.groups)} parameter groups, but that of this run has {len(groups)}"
+        )
     # Not strict: a different number of groups is named above, and the first ones compared anyway.
     for number, (saved, names) in enumerate(zip(stored.groups, groups, strict=False)):
         for more, missing, words in (
-            (saved["params"], names, "which this one has not"),
-            (names, saved["params"], "which only this one has"),
+            (saved["params"], names, "which only the checkpoint has"),
+            (names, saved["params"], "which only this run has"),
         ):
             extra = sorted(set(more) - set(missing))
             if extra:
                 rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-                problems.append(f"differs in group {number} by {extra[0]}{rest}, {words}")
+                problems.append(f"differs in parameter group {number} by {extra[0]}{rest}, {words}")
     if problems:
-        raise CheckpointError("LP507", "the checkpoint's optimizer " + "; it ".join(problems) + ".")
+        text = "the optimizer in the checkpoint " + "; it ".join(problems)
+        raise CheckpointError(
+            "LP507", f"{text}. Use the same parameter groups, or load only the weights."
+        )

@@ -81,12 +81,17 @@ def read_manifest(path: Path) -> bytes | None:
             # compute.
             if found[0].compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(
-                    "LP502", f"{path}: {_MANIFEST} is compressed, as none of ours is."
+                    "LP502",
+                    f"{path} is no checkpoint of lightning_par: its record {_MANIFEST} is "
+                    "compressed, but lightning_par does not compress it. Use another "
+                    "checkpoint.",
                 )
             return archive.read(found[0])
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError) as error:
         raise CheckpointError(
-            "LP502", f"{path} is damaged: {_MANIFEST} cannot be read: {error}."
+            "LP502",
+            f"{path} is damaged: its record {_MANIFEST} cannot be read ({error}). Use another "
+            "checkpoint.",
         ) from error
 
 
@@ -104,15 +109,16 @@ def reading_plain(path: Any, *, trusts: bool) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        text = f"{path} is not there. Give the path of a checkpoint as ckpt_path."
+        text = f"the checkpoint {path} does not exist. Pass the path of a checkpoint as ckpt_path."
         raise MissingCheckpointError("LP501", text) from error
     except pickle.UnpicklingError as error:
         told = str(error)
         if not trusts and not _is_damaged(path) and not any(text in told for text in _NO_PICKLE):
             raise CheckpointError(
                 "LP504",
-                f"{path} holds more than tensors and numbers, which could run code when it is "
-                f"read. If you trust it, pass weights_only=False. ({told.splitlines()[0]})",
+                f"{path} holds Python objects besides tensors and numbers. Reading such objects "
+                "could run code. If you trust the checkpoint, pass weights_only=False to fit or "
+                f"load_from_checkpoint. ({told.splitlines()[0]})",
             ) from error
         raise damage(path, error) from error
     # A missing package or too little memory is no damage.
@@ -145,7 +151,10 @@ def damage(path: Any, error: Exception) -> CheckpointError:
     # Texts of torch speak for themselves, those of Python ('x', of a KeyError) do not.
     if not isinstance(error, RuntimeError | zipfile.BadZipFile):
         said = f"{type(error).__name__}: {said}"
-    return CheckpointError("LP502", f"{path} is damaged, or no checkpoint: {said}")
+    return CheckpointError(
+        "LP502",
+        f"{path} cannot be read as a checkpoint, so it is damaged or another kind of file: {said}",
+    )
 
 
 def check_state(state: Any, path: Any) -> None:
@@ -162,13 +171,16 @@ def check_state(state: Any, path: Any) -> None:
     if not isinstance(state, Mapping) or _VERSION not in state:
         raise CheckpointError(
             "LP501",
-            f"{path} is no checkpoint: it has no {_VERSION!r}, which every Trainer writes. If it "
-            "holds the weights of a model alone, read them with torch.load and load_state_dict.",
+            f"{path} is not a checkpoint of Lightning: it has no entry {_VERSION!r}, which every "
+            "Trainer writes. If the file holds only the weights of a model, read them with "
+            "torch.load and load_state_dict.",
         )
     wrong = [k for k, (kind, none) in _TYPES.items() if not isinstance(state.get(k, none), kind)]
     if wrong:
         kinds = ", ".join(f"{key} is a {type(state[key]).__name__}" for key in wrong)
-        raise CheckpointError("LP502", f"{path} is malformed: {kinds}. Use another checkpoint.")
+        raise CheckpointError(
+            "LP502", f"{path} is not a valid checkpoint: {kinds}. Use another checkpoint."
+        )
 
 
 def make_blanks(specs: Mapping[K, tuple[torch.dtype, tuple[int, ...]]]) -> dict[K, Tensor]:
@@ -239,8 +251,9 @@ def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStora
         if sizes != {name: storage.nbytes() for name, storage in expected.items()}:
             raise CheckpointError(
                 "LP505",
-                "the state of a callback, a module or an optimizer holds a storage, or a sparse or "
-                "quantized tensor. Store a plain tensor, or use checkpoint_format='folder'.",
+                "the state of a callback, a module or an optimizer contains a torch storage or a "
+                "sparse or quantized tensor, which cannot be written to a checkpoint that is one "
+                "file. Store a plain tensor, or use checkpoint_format='folder'.",
             )
         return {n: (storage, _place(file, found[n])) for n, storage in expected.items()}
 

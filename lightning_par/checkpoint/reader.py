@@ -27,7 +27,11 @@ def is_checkpoint(path: Path) -> bool:
         CheckpointError: It is neither, or a file that cannot be read.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise CheckpointError("LP501", f"{path} is a pipe or a device, and no checkpoint.")
+        raise CheckpointError(
+            "LP501",
+            f"{path} is a pipe or a device, so it cannot be a checkpoint. Pass the path of a file "
+            "or folder.",
+        )
     if path.is_file():
         return read_manifest(path) is not None
     # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
@@ -38,8 +42,8 @@ def no_checkpoint(folder: Path) -> CheckpointError:
     """Return the error of a folder that holds none."""
     return CheckpointError(
         "LP501",
-        f"{folder} is a folder, but no complete checkpoint: it has neither a manifest.json nor a "
-        "model.safetensors.",
+        f"the folder {folder} is not a complete checkpoint: it has neither a manifest.json nor a "
+        "model.safetensors. Pass the path of a complete checkpoint.",
     )
 
 
@@ -179,11 +183,18 @@ class CheckpointReader:
     def _verify(self, name: str) -> None:
         problems = self.problems([name])
         if problems:
-            raise CheckpointError("LP502", f"{self.path}: {problems[0]}. Use another checkpoint.")
+            raise CheckpointError(
+                "LP502",
+                f"the checkpoint {self.path} is damaged: {problems[0]}. Use another checkpoint.",
+            )
 
     def _read_json(self, name: str) -> dict[str, Any]:
         if name not in self.manifest.files:
-            raise CheckpointError("LP502", f"{self.path}: {MANIFEST} does not name {name}.")
+            raise CheckpointError(
+                "LP502",
+                f"the checkpoint {self.path} is damaged: its {MANIFEST} does not list {name}. Use "
+                "another checkpoint.",
+            )
         self._verify(name)
         with well_formed(f"{self.path}: {name}"):
             return dict(json.loads(self._store.read(name)))

@@ -35,8 +35,8 @@ def find_weights(path: Path) -> StoredTensors:
     else:
         raise CheckpointError(
             "LP501",
-            f"{path} holds no weights: give a .safetensors file, a model.safetensors.index.json, "
-            "or a folder with one of them.",
+            f"{path} is no file with weights. Pass a .safetensors file, a "
+            "model.safetensors.index.json, or a folder with one of them.",
         )
     folder = path.parent
     entries: dict[str, TensorEntry] = {}
@@ -59,13 +59,17 @@ def _files_of(index: Path) -> set[str]:
         files = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            "LP502", f"{index} is not an index of safetensors files: {error}"
+            "LP502",
+            f"{index} cannot be read as an index of safetensors files ({error}). Use the "
+            "index that belongs to the files.",
         ) from error
     # A downloaded index must not make us read files elsewhere on this machine.
     outside = [name for name in files if Path(str(name)).name != name]
     if outside:
         raise CheckpointError(
-            "LP502", f"{index} names {outside[0]!r}, which is not a file beside it."
+            "LP502",
+            f"{index} lists {outside[0]!r}, but may only list files in its own folder. Use "
+            "the index that belongs to the files.",
         )
     return files
 
@@ -81,5 +85,5 @@ def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
                 chunk = Chunk(file, key, (0,) * len(shape), shape)
                 found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError("LP502", f"{folder / file}: {error}") from error
+        raise CheckpointError("LP502", f"{folder / file} cannot be read: {error}") from error
     return found

@@ -176,12 +176,13 @@ class CheckpointSaver:
         if self.is_taken(path):
             return replace(
                 part,
-                error="another run saves to this path, too. Give every run a folder of its own",
+                error="another run saves to the same path. Give every run its own folder",
             )
         if not is_alone:
             _log.warning(
-                "Another run saves into %s, too: each replaces checkpoints of the other that have "
-                "the same name, such as last.ckpt. Give every run a folder of its own.",
+                "Another run saves checkpoints into %s, too. A run replaces checkpoints of the "
+                "other run that have the same name, such as last.ckpt. Give every run its own "
+                "folder.",
                 folder,
             )
         return part
@@ -261,5 +262,6 @@ class CheckpointSaver:
 
 def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        "LP508", f"{path} was not saved, because a rank did not take part: {error}"
+        "LP508",
+        f"{path} was not saved, since some rank did not call save_checkpoint or failed: {error}",
     )

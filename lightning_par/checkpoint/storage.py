@@ -303,7 +303,9 @@ def check_regular(path: Path) -> None:
     # `lstat`, which does not follow the link itself.
     if not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
-            "LP502", f"{path.name} is no regular file, as every file of a checkpoint is"
+            "LP502",
+            f"{path.name} is a link, a pipe or a device, but every file of a checkpoint is a "
+            "regular file",
         )
 
 

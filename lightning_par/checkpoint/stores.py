@@ -88,7 +88,11 @@ class Store(ABC):
     def state_tensor(self, file: str, key: str) -> Tensor:
         """Return a tensor that belongs to the state of a rank, in memory of its own."""
         if file not in self.manifest.files:
-            raise CheckpointError("LP502", f"{self._path} names {file!r}, which is not there.")
+            raise CheckpointError(
+                "LP502",
+                f"the checkpoint {self._path} is damaged: it refers to the file {file!r}, which "
+                "is missing. Use another checkpoint.",
+            )
         # A clone, since a mapped tensor would keep the file open and change with it.
         return self._state_tensor(file, key).clone()
 
@@ -113,10 +117,16 @@ class FolderStore(Store):
         # among them.
         self.manifest = Manifest.read(path)
         if INDEX not in self.manifest.files:
-            raise CheckpointError("LP502", f"{path}: {MANIFEST} does not name {INDEX}.")
+            raise CheckpointError(
+                "LP502",
+                f"the checkpoint {path} is damaged: its {MANIFEST} does not list {INDEX}. Use "
+                "another checkpoint.",
+            )
         problem = self.problem(INDEX)
         if problem is not None:
-            raise CheckpointError("LP502", f"{path}: {problem}. Use another checkpoint.")
+            raise CheckpointError(
+                "LP502", f"the checkpoint {path} is damaged: {problem}. Use another checkpoint."
+            )
         with well_formed(f"{path}: {INDEX}"):
             self.index = Index.from_json(json.loads(self.read(INDEX)))
         # Nor may an index make us read files elsewhere, or tensors that no file is long enough for.
@@ -124,14 +134,18 @@ class FolderStore(Store):
         for _, entry, chunk in self.index.chunks():
             if chunk.file not in room:
                 raise CheckpointError(
-                    "LP502", f"{path}: {INDEX} names {chunk.file!r}, which is not there."
+                    "LP502",
+                    f"the checkpoint {path} is damaged: its {INDEX} refers to the file "
+                    f"{chunk.file!r}, which is missing. Use another checkpoint.",
                 )
             # The boxes of a file have to fit into its length. Else an index
             # could ask for terabytes of memory before the file is looked at.
             room[chunk.file] -= _nbytes(entry, chunk)
             if room[chunk.file] < 0:
                 raise CheckpointError(
-                    "LP502", f"{path}: {chunk.file} is shorter than {INDEX} says."
+                    "LP502",
+                    f"the checkpoint {path} is damaged: {chunk.file} is shorter than its "
+                    f"{INDEX} says. Use another checkpoint.",
                 )
         self.files = TensorFiles(path)
 
@@ -172,7 +186,8 @@ class FileStore(Store):
         if data is None:
             raise CheckpointError(
                 "LP501",
-                f"{path} has no manifest: lightning_par did not write it, or it is damaged.",
+                f"{path} has no manifest, so it is damaged or was not written by lightning_par. "
+                "Use a checkpoint of lightning_par.",
             )
         where = f"{path}: {MANIFEST}"
         self.manifest, rest = Manifest.decode(data, where)
@@ -195,14 +210,18 @@ class FileStore(Store):
             # A view of bytes as another dtype needs an aligned start (`Tensor.view(dtype)`).
             if place < 0 or place % entry.dtype.itemsize or end > size or name not in files:
                 raise CheckpointError(
-                    "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
+                    "LP502",
+                    f"the checkpoint {self._path} is damaged: its {MANIFEST} gives {name} a "
+                    "position outside of the file. Use another checkpoint.",
                 )
         for name, record in files.items():
             end = places.get(name, -1) + record.length
             # A record without a place ends before its own length, and fails here.
             if name not in self._boxes and not 0 <= record.length <= end <= size:
                 raise CheckpointError(
-                    "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
+                    "LP502",
+                    f"the checkpoint {self._path} is damaged: its {MANIFEST} gives {name} a "
+                    "position outside of the file. Use another checkpoint.",
                 )
 
     def _parts(self, name: str) -> Iterator[memoryview]:
@@ -216,7 +235,10 @@ class FileStore(Store):
             try:
                 self._state[file] = safetensors.torch.load(self.read(file))
             except SafetensorError as error:
-                raise CheckpointError("LP502", f"{self._path}: {file}: {error}") from error
+                raise CheckpointError(
+                    "LP502",
+                    f"the record {file} of the checkpoint {self._path} cannot be read: {error}",
+                ) from error
         return self._state[file][key]
 
 

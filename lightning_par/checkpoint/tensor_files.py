@@ -88,7 +88,9 @@ class TensorFiles:
                 self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
             found: Tensor = self._open[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError("LP502", f"{self._folder / file}: {error}") from error
+            raise CheckpointError(
+                "LP502", f"{self._folder / file} cannot be read: {error}"
+            ) from error
         return found
 
     @torch.no_grad()
@@ -128,8 +130,9 @@ class TensorFiles:
         if tuple(found.shape) != chunk.shape:
             raise CheckpointError(
                 "LP502",
-                f"{self._folder / chunk.file}: {chunk.key} has the shape {tuple(found.shape)}, "
-                f"the index says {chunk.shape}.",
+                f"{self._folder / chunk.file} is damaged: {chunk.key} has the shape "
+                f"{tuple(found.shape)}, but the index of the checkpoint says {chunk.shape}. Use "
+                "another checkpoint.",
             )
         return found
 

@@ -214,8 +214,14 @@ class Save(ABC):
         # Nothing has been done to the final path before `publish`, whose last step may still
         # fail.
         kept = os.path.lexists(self.path)  # unlike `Path.exists`, also of a name that is too long
-        before = "what was there before is untouched" if kept else "nothing is left"
-        return CheckpointError("LP508", f"{self.path} was not saved, {before}: {cause}")
+        before = (
+            "The checkpoint that was there before is unchanged"
+            if kept
+            else ("The incomplete files were removed")
+        )
+        return CheckpointError(
+            "LP508", f"{self.path} was not saved. {before}. The cause is: {cause}"
+        )
 
     def _check_reports(self, reports: Sequence[Report]) -> None:
         """Check that no rank failed, and that all are at the same step."""
@@ -226,7 +232,7 @@ class Save(ABC):
         step = self._metadata.manifest.step
         if not problems:
             problems = [
-                f"rank {r.rank} is at step {r.step}, rank {reports[0].rank} at step {step}"
+                f"rank {r.rank} saves step {r.step}, but rank {reports[0].rank} saves step {step}"
                 for r in reports
                 if r.step != step
             ]
@@ -286,8 +292,8 @@ class FolderSave(Save):
         # On a node of its own disk a rank wrote successfully, and rank 0 would publish without
         # it.
         problems = [
-            f"rank {r.rank} wrote {name}, which rank {reports[0].rank} does not see: all nodes "
-            "have to share the folder"
+            f"rank {r.rank} wrote {name}, but the file does not exist for rank {reports[0].rank}; "
+            "save into a folder that all nodes share"
             for r in reports
             for name in r.files
             if not (folder / name).exists()

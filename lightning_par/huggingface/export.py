@@ -46,8 +46,8 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     if found is None:
         raise CheckpointError(
             "LP509",
-            f"{reader.path} holds no Hugging Face model, or several: use --out "
-            "NAME.safetensors for its weights.",
+            f"{reader.path} does not hold exactly one Hugging Face model. Use --out "
+            "NAME.safetensors to export its weights.",
         )
     dot = f"{found['prefix']}." if found["prefix"] else ""
     weights = reader.weights()
@@ -81,7 +81,8 @@ def _on_meta(config: Mapping[str, Any]) -> Any:
     if kind is None:
         raise CheckpointError(
             "LP509",
-            f"transformers has no {architecture}: use --out NAME.safetensors --below MODULE for "
+            f"the installed transformers has no class {architecture}, so the model cannot be "
+            "exported for from_pretrained. Use --out NAME.safetensors --below MODULE to export "
             "the weights, and save the configuration with config.save_pretrained.",
         )
     # For names, shapes and conversions; nothing of the weights is needed for those.
@@ -118,20 +119,27 @@ def _check_names(
         cure = f"module.{where}.merge_and_unload()" if adapted else f"module.{found['prefix']}"
         raise CheckpointError(
             "LP509",
-            f"from_pretrained of {kind} would not read this model: {'; '.join(texts)}. "
-            + ("They belong to adapters, which have to be merged. " if adapted else "")
-            + "Use --out NAME.safetensors for the weights as they are; or, in one process, "
-            "module = lightning_par.load_from_checkpoint(YourModule, path) and "
-            f"{cure}.save_pretrained(folder).",
+            f"from_pretrained of {kind} cannot read this model: {'; '.join(texts)}. "
+            + (
+                "These weights belong to adapters, which have to be merged into the model first. "
+                if adapted
+                else ""
+            )
+            + (
+                "Use --out NAME.safetensors to export the weights unchanged; or call module = "
+                "lightning_par.load_from_checkpoint(YourModule, path) and "
+                f"{cure}.save_pretrained(folder) in one process."
+            ),
         )
     shapes = [n for n, shape in wanted.items() if shape != stored[n].shape]
     if shapes:
         name = shapes[0]
         raise CheckpointError(
             "LP509",
-            f"{name} has the shape {tuple(stored[name].shape)}, its configuration gives "
-            f"{tuple(wanted[name])}: from_pretrained would not read it. Use --out "
-            "NAME.safetensors for the weights, or mend module.config before you save.",
+            f"from_pretrained cannot read this model: {name} has the shape "
+            f"{tuple(stored[name].shape)}, but the configuration of the model gives "
+            f"{tuple(wanted[name])}. Use --out NAME.safetensors to export the weights, or correct "
+            "module.config before you save.",
         )
 
 

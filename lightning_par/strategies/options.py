@@ -147,8 +147,9 @@ class MeshOptions:
         if form not in ("auto", other):
             raise ConfigurationError(
                 "LP511",
-                f"save_distributed_checkpoint={distributed} means checkpoint_format={other!r}, but "
-                f"checkpoint_format={form!r} is given, too. Give one of them.",
+                f"save_distributed_checkpoint={distributed} means checkpoint_format={other!r}, "
+                f"but checkpoint_format={form!r} is given, too. Give only one of these two "
+                "options.",
             )
         return other
 

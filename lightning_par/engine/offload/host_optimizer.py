@@ -304,8 +304,9 @@ class HostOptimizer:
         if missing:
             raise CheckpointError(
                 "LP507",
-                f"the checkpoint's optimizer has no {', '.join(missing)} of a parameter, but "
-                f"{', '.join(states)}: it was not Adam. Load weights alone, or use its optimizer.",
+                "the optimizer in the checkpoint was not Adam: its states are "
+                f"{', '.join(states)}, and {', '.join(missing)} is missing. Use the optimizer of "
+                "the checkpoint, or load only the weights.",
             )
         for name, target in held.targets(states).items():
             if name in states:

@@ -159,14 +159,15 @@ class ResumableLoader(DataLoader[_T_co]):
         if seen % sampler.num_replicas:
             raise ConfigurationError(
                 "LP512",
-                f"the checkpoint has seen {seen} samples of its epoch, which "
-                f"{sampler.num_replicas} replicas cannot divide equally. Resume from a checkpoint "
-                "at the end of an epoch, or with a number of replicas that divides it.",
+                f"the run had trained on {seen} samples of its epoch when the checkpoint was "
+                f"saved, which {sampler.num_replicas} replicas cannot divide equally. Resume from "
+                "a checkpoint at the end of an epoch, or with a number of replicas that divides "
+                f"{seen}.",
             )
         if state["global_batch_size"] != self._global_batch:
             _log.warning(
                 "The global batch had %d samples when the checkpoint was written and has %d now; "
-                "the current epoch may end early.",
+                "the current epoch may therefore end early.",
                 state["global_batch_size"],
                 self._global_batch,
             )

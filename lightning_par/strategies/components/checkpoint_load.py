@@ -108,7 +108,12 @@ class CheckpointLoad:
             # same; else all ranks begin with rank 0's.
             own = reader.state(self._processes.rank, unpickle=unpickle)
         for name in state.pop("left_out", ()):
-            _log.warning("%s: %s is a pickle and was left out; see weights_only.", path, name)
+            _log.warning(
+                "%s: %s is a pickle and was not loaded, since a pickle could run code. Pass "
+                "weights_only=False to load it.",
+                path,
+                name,
+            )
         found = {**state, **own, "state_dict": reader.weights(unpickle=unpickle)}
         # Lightning's sign of a full checkpoint: one of weights only has neither.
         if "lr_schedulers" in found:
@@ -139,8 +144,8 @@ class CheckpointLoad:
             compression.load(kept)
         elif compression is not None and kept is not None:
             rank_zero_warn(
-                f"{ours['path']}: the error that gradient compression remembered belongs to a "
-                "different mesh, and is lost."
+                f"{ours['path']} was saved on a mesh of other sizes, so the gradient error that "
+                "compression had kept for later steps is not loaded."
             )
 
     def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:
@@ -192,7 +197,11 @@ class CheckpointLoad:
         """
         # Only here: a hook of the module may have put the weights in.
         if "state_dict" not in checkpoint:
-            raise CheckpointError("LP501", "the checkpoint holds no weights (state_dict).")
+            raise CheckpointError(
+                "LP501",
+                "the checkpoint has no entry 'state_dict', so it holds no weights. Use another "
+                "checkpoint.",
+            )
         state = checkpoint["state_dict"]
         # On meta there is nothing to copy into.
         waits = model is None and any(p.is_meta for p in module.parameters())
@@ -249,14 +258,18 @@ class CheckpointLoad:
         """
         # A checkpoint that was saved with `save_weights_only`.
         if not saved and optimizers:
-            _log.warning("the checkpoint holds no state of optimizers: they start anew.")
+            _log.warning(
+                "the checkpoint holds no states of optimizers, so the optimizers start without "
+                "states."
+            )
             return
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 "LP507",
-                f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}. "
-                "Return the optimizers that were saved from configure_optimizers, or load the "
-                "weights alone: lightning_par.load_from_checkpoint(MyModule, path).",
+                f"the number of optimizers in the checkpoint is {len(saved)}, but "
+                f"configure_optimizers returned {len(optimizers)}. Return the same optimizers as "
+                "in the run that saved the checkpoint, or load only the weights: "
+                "lightning_par.load_from_checkpoint(MyModule, path).",
             )
         # A hook of Lightning may have the module whole while it restores.
         with model.in_parallel_form():

@@ -51,8 +51,9 @@ def _too_long(callback: Checkpoint) -> str | None:
     if longest <= NAME_LENGTH:
         return None
     return (
-        f"ModelCheckpoint(filename=...) of {len(template)} letters gives names of {longest} bytes "
-        f"at least, of which a file system takes {NAME_LENGTH}. Use a shorter one."
+        f"ModelCheckpoint(filename=...) has {len(template)} letters, so names of checkpoints have "
+        f"at least {longest} bytes, but a file system allows {NAME_LENGTH}. Use a shorter "
+        "filename."
     )
 
 
@@ -101,21 +102,20 @@ class CheckpointSave:
         plugin, foreign = type(checkpoint_io).__name__, type(checkpoint_io) is not TorchCheckpointIO
         if self._form == "folder" and foreign:
             problems.append(
-                f"the plugin {plugin} writes checkpoints as one file: use "
-                "checkpoint_format='file' with it, or leave it out (async_save=True writes folders "
-                "in the background)."
+                f"the plugin {plugin} writes a checkpoint as one file, but "
+                "checkpoint_format='folder' was asked for. Use checkpoint_format='file' with this "
+                "plugin, or remove the plugin (async_save=True writes folders in the background)."
             )
         if self._in_background and foreign:
             problems.append(
-                f"async_save=True with the plugin {plugin}, to which one rank gives what it has "
-                "gathered while all wait. Use one of the two."
+                f"async_save=True has no effect with the plugin {plugin}: rank 0 gathers the "
+                "checkpoint for the plugin while all ranks wait. Remove async_save or the plugin."
             )
         links = any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
         if self._in_background and links:
             problems.append(
-                "async_save=True with ModelCheckpoint(save_last='link'): the link would name a "
-                "checkpoint that is not complete yet, and the last complete one would not be "
-                "found. Use save_last=True."
+                "async_save=True is not supported with ModelCheckpoint(save_last='link'): the "
+                "link would point to a checkpoint that is not complete yet. Use save_last=True."
             )
         problems += [text for callback in callbacks if (text := _too_long(callback)) is not None]
         raise_problems(ConfigurationError, "LP511", problems)
@@ -188,7 +188,11 @@ class CheckpointSave:
         **Communicates**: see `CheckpointSaver.save`.
         """
         if not self._processes.interruption.ranks_are_together():
-            _log.error("%s is not saved: other ranks did not stop here.", filepath)
+            _log.error(
+                "%s is not saved, since the other ranks were interrupted at a different place in "
+                "the run.",
+                filepath,
+            )
             return
         # A rank that alone calls `save_checkpoint` is told so here, and not by a hang.
         model.steps.reads.agree("save_checkpoint")
@@ -215,8 +219,9 @@ class CheckpointSave:
         if is_elsewhere and self._form == "folder":
             raise ConfigurationError(
                 "LP511",
-                f"save_checkpoint({path!r}, storage_options={storage_options!r}): a folder is "
-                "written to a path of the file system. Use checkpoint_format='file'.",
+                f"save_checkpoint({path!r}, storage_options={storage_options!r}) is not supported "
+                "with checkpoint_format='folder', which writes only to a path of the file system. "
+                "Use checkpoint_format='file'.",
             )
         in_parts = not is_elsewhere and _writes_plainly(checkpoint_io)
         if not in_parts or not self._save_parts(model, checkpoint, Path(path), as_file=as_file):
@@ -245,7 +250,7 @@ class CheckpointSave:
             if self._saver.is_taken(path):
                 raise
             # What a plain Trainer can save, one device can, too; or it says why as that would.
-            _log.info("%s is saved without random states: %s", path, error)
+            _log.info("%s is saved without the states of random generators: %s", path, error)
             return False
         return True
 

@@ -63,7 +63,10 @@ def load_from_checkpoint(
     # A hook of the module may put the weights in.
     has_hook = module_class.on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
     if "state_dict" not in state and not has_hook:
-        raise CheckpointError("LP501", f"{path} holds no weights (state_dict).")
+        raise CheckpointError(
+            "LP501",
+            f"{path} has no entry 'state_dict', so it holds no weights. Use another checkpoint.",
+        )
     try:
         return module_class.load_from_checkpoint(path, **options)
     except RuntimeError as error:

@@ -235,10 +235,10 @@ class StateMap:
                 if plain and value.numel() > 1:
                     raise CheckpointError(
                         "LP505",
-                        f"optimizer: {key} of {name} is a plain tensor of shape "
-                        f"{tuple(value.shape)}, but the parameter is sharded: which part of the "
-                        "whole state it holds is not known. Make it like the parameter "
-                        "(torch.zeros_like), or save with save_weights_only=True.",
+                        f"the optimizer's state {key} of {name} is a plain tensor of shape "
+                        f"{tuple(value.shape)}, but the parameter is sharded, so which part of "
+                        "the state this rank holds is not known. Create the state with "
+                        "torch.zeros_like(parameter), or save with save_weights_only=True.",
                     )
         return {"state": states, "param_groups": groups}
 
@@ -364,7 +364,8 @@ class StateMap:
             raise CheckpointError(
                 "LP505",
                 f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no "
-                "parameter of the module, so that it has no name in a checkpoint.",
+                "parameter of the module, so it has no name in a checkpoint. Assign it to an "
+                "attribute of the LightningModule as an nn.Parameter.",
             )
         return names[id(parameter)]
 

@@ -16,7 +16,8 @@ __all__ = ["check_folder_is_shared", "check_path_is_shared", "checkpoint_folders
 
 _CURE = (
     "Use a folder on a file system that all hosts share: ModelCheckpoint(dirpath=...) or "
-    "Trainer(default_root_dir=...). Trainer(enable_checkpointing=False) saves nothing."
+    "Trainer(default_root_dir=...). With Trainer(enable_checkpointing=False) no checkpoints are "
+    "saved."
 )
 
 
@@ -63,8 +64,8 @@ def check_folder_is_shared(folder: str, hosts: Sequence[HostOf]) -> None:
     if blind:
         raise CheckpointError(
             "LP513",
-            f"{_say(blind)} not see what rank 0 on host {hosts[0].name} writes in {box[0]}, where "
-            f"checkpoints go and every rank writes its part. {_CURE}",
+            f"{_say(blind)} not see files that rank 0 on host {hosts[0].name} writes to {box[0]}, "
+            f"the folder of checkpoints, into which every rank writes its part. {_CURE}",
         )
 
 
@@ -85,7 +86,7 @@ def check_path_is_shared(path: str, hosts: Sequence[HostOf]) -> None:
     blind = _blind_hosts(Path(path), hosts)
     # Seen by nobody: it does not exist, which the reader says better.
     if blind and len(blind) < len({host.name for host in hosts}):
-        raise CheckpointError("LP513", f"{_say(blind)} not see {path}, which others do. {_CURE}")
+        raise CheckpointError("LP513", f"{_say(blind)} not see {path}, but other hosts do. {_CURE}")
 
 
 def _blind_hosts(path: Path, hosts: Sequence[HostOf]) -> list[str]:
