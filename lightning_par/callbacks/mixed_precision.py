@@ -121,8 +121,8 @@ class MixedPrecision(pl.Callback):
         if trainer.precision not in ("32-true", self.precision):
             problems.append(
                 f"MixedPrecision({self.precision!r}) and Trainer(precision={trainer.precision!r}) "
-                "do not agree. Leave precision= of the Trainer out (Lightning makes bf16-mixed of "
-                "16-mixed on a CPU)."
+                "ask for different precisions. Remove precision= from the Trainer (on a CPU "
+                "Lightning turns 16-mixed into bf16-mixed)."
             )
         if self._reduce_asked is not None and not isinstance(trainer.strategy, MeshStrategy):
             problems.append(
@@ -226,5 +226,5 @@ def _float8_problems(recipe: str, device: torch.device) -> list[str]:
         problems.append(f"{needs}, but the Trainer runs on {device.type}.")
     elif torch.cuda.get_device_capability(device) < needed.capability:
         major, minor = torch.cuda.get_device_capability(device)
-        problems.append(f"{needs}, but this one has {major}.{minor}.")
+        problems.append(f"{needs}, but this GPU has {major}.{minor}.")
     return problems

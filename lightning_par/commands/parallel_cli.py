@@ -116,8 +116,8 @@ class ParallelCLI(LightningCLI):
             raise ConfigurationError(
                 "LP705",
                 f"{ISLAND_VARIABLE}={place} says that this run is one of several islands, but "
-                f"{type(strategy).__name__} has no outer=, so each would train by itself. Give it, "
-                "as in --trainer.strategy=lightning_par.Hybrid3DStrategy "
+                f"{type(strategy).__name__} has no outer=, so the islands would never exchange "
+                "weights. Pass outer=, as in --trainer.strategy=lightning_par.Hybrid3DStrategy "
                 "--trainer.strategy.outer.every=50.",
             )
 

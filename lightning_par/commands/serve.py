@@ -53,8 +53,8 @@ def serve(
     except OSError as error:
         raise ConfigurationError(
             "LP709",
-            f"cannot serve on {host}:{port}: {error}. Pass another --port, or a --host of this "
-            "machine.",
+            f"the server cannot listen on {host}:{port}: {error}. Pass another --port, or an "
+            "address of this machine as --host.",
         ) from error
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -95,8 +95,9 @@ class MeshOptions:
         if self.outer is not None and self.offload_options is not None:
             raise ConfigurationError(
                 "LP706",
-                "outer= with offload_options=: the offloaded optimizer has its own copy of the "
-                "weights, which an exchange between islands would not change. Use one of the two.",
+                "outer= is not supported with offload_options=: the offloaded optimizer has its "
+                "own copy of the weights, which an exchange between islands would not change. "
+                "Remove outer= or offload_options=.",
             )
         read["checkpoint_format"] = self._read_checkpoint_format()
         raise_problems(

@@ -284,14 +284,14 @@ def misfits(
     problems = []
     if device is not None and not shared and estimate.device > device:
         problems.append(
-            f"every device needs {estimate.device / _GIB:.2f} GiB before activations and has "
+            f"every device needs {estimate.device / _GIB:.2f} GiB without activations, but has "
             f"{device / _GIB:.2f} GiB"
         )
     # On a CPU device and host are one memory.
     needed = (estimate.host + (estimate.device if shared else 0)) * ranks_per_host
     if host is not None and needed > host:
         problems.append(
-            f"the host needs {needed / _GIB:.2f} GiB for {ranks_per_host} ranks and can give "
-            f"{host / _GIB:.2f} GiB"
+            f"the host needs {needed / _GIB:.2f} GiB of CPU memory for its {ranks_per_host} "
+            f"ranks, but {host / _GIB:.2f} GiB are available"
         )
     return problems

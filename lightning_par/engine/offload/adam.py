@@ -103,20 +103,20 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigurationError(
             "LP604",
-            f"configure_optimizers gave {kind.__module__}.{kind.__name__}, but what is offloaded "
-            "is torch.optim.Adam or torch.optim.AdamW. Use one of them, or a strategy without "
-            "offloading, such as Hybrid3DStrategy(zero_stage=2).",
+            f"configure_optimizers returned {kind.__module__}.{kind.__name__}, but only "
+            "torch.optim.Adam and torch.optim.AdamW can be offloaded. Use one of them, or a "
+            "strategy without offloading, such as Hybrid3DStrategy(zero_stage=2).",
         )
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         raise ConfigurationError(
             "LP604",
-            f"{kind.__name__} trains complex parameters, of which no kernel keeps the moments on "
-            "the host. Train two real parameters, or use a strategy without offloading, such as "
-            "Hybrid3DStrategy(zero_stage=2).",
+            f"{kind.__name__} trains complex parameters, which the offloaded Adam step does not "
+            "support. Train a real parameter for the real and one for the imaginary part, or use "
+            "a strategy without offloading, such as Hybrid3DStrategy(zero_stage=2).",
         )
     if any(group["amsgrad"] for group in optimizer.param_groups):
         raise ConfigurationError(
             "LP604",
-            f"{kind.__name__}(amsgrad=True) is not offloaded: its kernel keeps two moments, and "
-            "amsgrad needs a third. Use amsgrad=False.",
+            f"{kind.__name__}(amsgrad=True) cannot be offloaded: the offloaded step keeps two "
+            "moments of each parameter, but amsgrad needs a third one. Use amsgrad=False.",
         )

@@ -76,9 +76,9 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
     if folder.is_dir() and not _is_private(folder):
         raise OffloadError(
             "LP612",
-            f"{folder} holds compiled code, but belongs to somebody else or can be written by "
-            f"others, who could run code as you. Use `chmod 700 {folder}`, or another folder in "
-            "XDG_CACHE_HOME.",
+            f"{folder} holds compiled code, but it belongs to another user or other users can "
+            f"write to it. They could run code as you. Use `chmod 700 {folder}`, or another "
+            "folder in XDG_CACHE_HOME.",
         )
     # Loading a library runs code: one that somebody else may have written is compiled anew.
     if library.is_file() and _is_private(library):
@@ -90,8 +90,9 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
     except OSError as error:
         raise OffloadError(
             "LP601",
-            f"{source.name} cannot be compiled: the folder {folder} cannot be written "
-            f"({error.strerror}).",
+            f"{source.name} cannot be compiled, since no file can be written to the folder "
+            f"{folder} ({error.strerror}). Set XDG_CACHE_HOME to another folder, or use "
+            "cpu_kernel='torch'.",
         ) from error
     os.close(handle)
     try:
@@ -127,11 +128,16 @@ def _run(command: list[str]) -> bytes:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise OffloadError("LP601", f"the compiler {command[0]} did not run: {error}.") from error
+        raise OffloadError(
+            "LP601",
+            f"the C++ compiler {command[0]} could not be run: {error}. Install another one, or "
+            "use cpu_kernel='torch'.",
+        ) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-1000:]
         raise OffloadError(
             "LP601",
-            f"the compiler {command[0]} failed with status {done.returncode}: {said or 'no text'}.",
+            f"the C++ compiler {command[0]} failed with status {done.returncode}: "
+            f"{said or 'it printed nothing'}. Install another one, or use cpu_kernel='torch'.",
         )
     return done.stdout

@@ -135,8 +135,8 @@ class _NativeKernel:
         except (OSError, AttributeError) as error:
             raise OffloadError(
                 "LP601",
-                f"{self.library} cannot be loaded ({error}). Remove it, so that it is compiled "
-                "again, or use cpu_kernel='torch'.",
+                f"the compiled kernel {self.library} cannot be loaded ({error}). Remove this "
+                "file, so that it is compiled again, or use cpu_kernel='torch'.",
             ) from error
         self._function.argtypes = [c_void_p] * 6 + [c_int64] * 2 + [c_int] * 4
         self._function.restype = c_int
@@ -188,8 +188,9 @@ class _NativeKernel:
 def _unknown(tensors: AdamTensors) -> OffloadError:
     return OffloadError(
         "LP604",
-        f"no Adam step takes a gradient of {tensors.grad.dtype}, moments of {tensors.mean.dtype} "
-        f"and a master of {tensors.master.dtype} to a parameter of {tensors.out.dtype}.",
+        f"the offloaded Adam step does not support gradients of {tensors.grad.dtype} with moments "
+        f"of {tensors.mean.dtype}, master weights of {tensors.master.dtype} and parameters of "
+        f"{tensors.out.dtype}. Use precision='bf16-mixed' or '32-true'.",
     )
 
 

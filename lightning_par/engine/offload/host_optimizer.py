@@ -399,8 +399,9 @@ class HostOptimizer:
         if self.state.streams:
             raise OffloadError(
                 "LP603",
-                f"the gradient of a parameter of shape {tuple(held.parameter.shape)} came in "
-                "several parts, after its update had started. Use overlap='off'.",
+                f"the gradient of a parameter of shape {tuple(held.parameter.shape)} was computed "
+                "in several parts, as with reentrant checkpointing, and a part arrived after the "
+                "update of the parameter had started. Use overlap='off'.",
             )
         # This is rare enough to wait for both copies: the slot is read here, and then overwritten.
         self._copy_stream.record_event().synchronize()

@@ -102,8 +102,8 @@ class HostParameter:
         return OffloadError(
             "LP603",
             f"a parameter of shape {tuple(self.parameter.shape)} was changed while its delayed "
-            "update was computed. Change parameters where updates are complete, as in "
-            "on_validation_start, or use delayed_update=False.",
+            "update was computed. Change parameters in a hook in which no update is being "
+            "computed, such as on_validation_start, or use delayed_update=False.",
         )
 
     def mark_published(self) -> None:

@@ -119,7 +119,9 @@ def _map_file(folder: Path, size: int) -> tuple[mmap.mmap, int | None]:
     """Make and map a file; also return a descriptor with O_DIRECT where that works."""
     asked = f'offload_optimizer="nvme:{folder}"'
     if not folder.is_dir():
-        raise OffloadError("LP602", f"{asked}: there is no such folder. Make it, on a fast disk.")
+        raise OffloadError(
+            "LP602", f"{asked}: there is no such folder. Create this folder on a fast disk."
+        )
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # Not ftruncate: a sparse file fails with SIGBUS in the middle of a step.
@@ -134,7 +136,11 @@ def _map_file(folder: Path, size: int) -> tuple[mmap.mmap, int | None]:
                 f"{asked}: this rank needs {size:,} bytes there, and {free:,} are free. Use "
                 'another folder, state_dtype="bfloat16", or more ranks.',
             ) from error
-        raise OffloadError("LP602", f"{asked} cannot be written: {error.strerror}.") from error
+        raise OffloadError(
+            "LP602",
+            f"{asked}: the file of optimizer states cannot be written there ({error.strerror}). "
+            "Use a folder on a local disk to which you can write.",
+        ) from error
 
 
 def offloaded_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Parameter]:

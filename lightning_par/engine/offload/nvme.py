@@ -170,10 +170,17 @@ def _transfer(
                 moved = call(file, [view[at + done : at + size]], start + done)
             except OSError as error:
                 raise OffloadError(
-                    "LP602", f"the file of optimizer states failed: {error}."
+                    "LP602",
+                    "the file of optimizer states on the disk could not be read or written: "
+                    f"{error}. Use another disk in offload_optimizer='nvme:/folder', or "
+                    "offload_optimizer=True.",
                 ) from error
             if not moved:
-                raise OffloadError("LP602", "the file of optimizer states ended too early.")
+                raise OffloadError(
+                    "LP602",
+                    "the file of optimizer states on the disk is shorter than it was written. Use "
+                    "another disk in offload_optimizer='nvme:/folder', or offload_optimizer=True.",
+                )
             done += moved
         at += size
 

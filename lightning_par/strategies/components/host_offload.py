@@ -52,8 +52,8 @@ def _without_delay(options: OffloadOptions, trainer: pl.Trainer) -> OffloadOptio
     if options.delayed_update is False or not names:
         return options
     rank_zero_warn(
-        f"delayed_update={options.delayed_update} has no effect with {' and '.join(names)}: what "
-        "is averaged holds every update."
+        f"delayed_update={options.delayed_update} has no effect with {' and '.join(names)}, which "
+        "averages weights after each step and therefore waits for each update."
     )
     return replace(options, delayed_update=False)
 
@@ -102,7 +102,9 @@ def is_offloaded(
         asks_more = options != OffloadOptions() or options.delays(0)
         if device.type != "cpu" or asks_more:
             raise
-        rank_zero_info("The optimizer is on the host already; it steps as without offloading.")
+        rank_zero_info(
+            "The Trainer runs on the CPU, where the optimizer already is, so nothing is offloaded."
+        )
         return False
     return True
 
@@ -125,9 +127,9 @@ def _check_steps(module: pl.LightningModule, optimizers: Sequence[Optimizer]) ->
     if not module.automatic_optimization:
         raise ConfigurationError(
             "LP604",
-            f"{type(module).__name__} uses manual optimization, but the optimizer is offloaded "
-            "when Lightning steps it. Set automatic_optimization=True, or use a strategy without "
-            "offloading.",
+            f"{type(module).__name__} uses manual optimization, but an optimizer can be offloaded "
+            "only if Lightning calls its step. Set automatic_optimization=True, or use a strategy "
+            "without offloading.",
         )
     (optimizer,) = optimizers
     check_optimizer(optimizer)
@@ -168,9 +170,9 @@ class HostOffload:
         if seen:
             on_device = offload.accumulate_on == "device"
             rank_zero_info(
-                f"Gradients go to the host when the optimizer steps, after {' and '.join(seen)}: "
-                "the device holds all of them until then"
-                + ("." if on_device else ", and accumulate_on='host' has no effect.")
+                "Gradients are copied to the CPU only at the optimizer step, since "
+                f"{' and '.join(seen)} may read them before. Until then the device holds all "
+                "gradients" + ("." if on_device else ", and accumulate_on='host' has no effect.")
             )
 
     def _move(self, optimizer: Optimizer) -> None:
@@ -180,7 +182,9 @@ class HostOffload:
         # With a pipeline, overlap is off: see below.
         pipeline = model.steps.pipeline
         kernel = choose_kernel(offload.cpu_kernel, cache_folder())
-        rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
+        rank_zero_info(
+            f"The optimizer steps are computed on the CPU, with the kernel {kernel.name!r}."
+        )
         self._optimizer = optimizer
         self._host = model.gradients.host = HostOptimizer(
             optimizer,
@@ -200,9 +204,10 @@ class HostOffload:
         if self._host.state not in (OffloadState.IDLE, OffloadState.DELAYED):
             raise ConfigurationError(
                 "LP604",
-                "a hook has put another optimizer into trainer.optimizers between two batches of "
-                "one step, and the host holds gradients of the first for the optimizer before. "
-                "Put it there after the step, or use a strategy without offloading.",
+                "a hook has replaced an optimizer in trainer.optimizers between two accumulated "
+                "batches of one step, but the CPU memory already holds gradients for the old "
+                "optimizer. Replace the optimizer after the step, or use a strategy without "
+                "offloading.",
             )
         _check_steps(self._model.module, [optimizer])
         self._host.close()

@@ -91,8 +91,9 @@ class IslandRounds(Callback):
         if averaging_callbacks(trainer):
             raise ConfigurationError(
                 "LP706",
-                "outer= with a callback that averages weights: the average would be of one island. "
-                "Leave the callback out; optimizer='average' averages the islands.",
+                "outer= is not supported with a callback that averages weights, since the "
+                "callback would average the weights of one island only. Remove the callback; "
+                "outer= with optimizer='average' averages the weights of all islands.",
             )
         if self not in callbacks_of(trainer):
             # First, so that other callbacks see the weights after an exchange.
@@ -158,7 +159,9 @@ class IslandRounds(Callback):
         moments = {moment for (moment,) in self._gather([self._kept.read()])}
         if moments != {None} and len(moments) == 1:
             self._kept.load()
-            _log.info("the optimizers of island %d go on from its last exchange", island)
+            _log.info(
+                "the optimizers of island %d continue from its last exchange of weights", island
+            )
 
     def _gather(self, held: list[Any]) -> list[list[Any]]:
         """Return what every rank of this island holds."""
@@ -215,8 +218,9 @@ class IslandRounds(Callback):
         if not self._is_placeless:
             self._is_placeless = True
             rank_zero_warn(
-                "the state of the training data's loader is no JSON, or has more than "
-                f"{_LONGEST_PLACE:,} bytes: if this island comes back, its data begin anew."
+                "the state of the training data loader cannot be written as JSON, or has more "
+                f"than {_LONGEST_PLACE:,} bytes, so it is not saved. If this island is restarted, "
+                "its data start from the beginning."
             )
         return None
 
@@ -245,9 +249,10 @@ class IslandRounds(Callback):
         if not self.client.rounds and not trainer.sanity_checking and not self._is_warned:
             self._is_warned = True
             rank_zero_warn(
-                "validation sees the weights that all islands share, but nothing was exchanged "
-                f"since the fit began: every={self._outer.every} optimizer steps are more than "
-                f"the {trainer.global_step} before this validation. Use a smaller every=."
+                "validation uses the weights that all islands share, but the islands have not "
+                f"exchanged weights yet: they do so every {self._outer.every} optimizer steps "
+                f"(every=), and this validation comes after {trainer.global_step} steps. Use a "
+                "smaller every=."
             )
         self._model().sharding.release()
         for piece in self._pieces():
@@ -326,8 +331,9 @@ def _check_dtypes(pieces: list[Piece], trained: set[str]) -> None:
         if piece.box.name in trained and dtype not in (torch.float32, torch.float64):
             raise ConfigurationError(
                 "LP706",
-                f"outer= with {piece.box.name} in {dtype}: islands exchange float32 or float64 "
-                "weights. Use precision='bf16-mixed' in place of 'bf16-true'.",
+                f"outer= is not supported with weights in {dtype} ({piece.box.name}), since "
+                "islands exchange float32 or float64 weights. Use precision='bf16-mixed' instead "
+                "of 'bf16-true'.",
             )
 
 

@@ -182,8 +182,8 @@ def _settle(model: ParallelModel) -> None:
     if model.forms.is_whole:
         raise ConfigurationError(
             "LP611",
-            "this callback still holds the sharded average of an earlier run. Use a new "
-            "callback, or the same Trainer again.",
+            "the weight-averaging callback still holds the sharded average of an earlier run. Use "
+            "a new callback, or use the Trainer of that run again.",
         )
     model.sharding.release()
 

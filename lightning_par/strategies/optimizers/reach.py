@@ -121,11 +121,12 @@ def check_references(optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise ConfigurationError(
             "LP610",
-            f"{kind} keeps parameters in {' and '.join(found)}, or copies of them, outside of "
-            "param_groups and state. It may need whole tensors for its update, and these are given "
-            "to it in param_groups only. Take the parameters from param_groups, and keep copies of "
-            "them in self.state[parameter]. Or, if each entry of a weight is updated by its own "
-            f"gradient and states, set {LOOKS_ACROSS} = 'entry' in the class {kind}.",
+            f"the optimizer {kind} stores parameters or copies of them in {' and '.join(found)}, "
+            "outside of param_groups and state. Its update may need whole tensors, but these "
+            "replace the shards in param_groups only. Read the parameters from param_groups, and "
+            "store copies of them in self.state[parameter]. Or, if the update of each entry of a "
+            f"weight depends only on the gradient and states of this entry, set {LOOKS_ACROSS} = "
+            f"'entry' in the class {kind}.",
         )
 
 

@@ -302,7 +302,7 @@ class _IslandLauncher(PreflightLauncher):
             raise ConfigurationError(
                 "LP705",
                 "strategy='islands' on several hosts, or under a launcher such as torchrun, needs "
-                "the address of a server (lightning-par serve). Start one, and set "
+                "the address of a server. Start one with lightning-par serve, and set "
                 f"{SERVER_VARIABLE}=host:port and LIGHTNING_PAR_KEY for every process.",
             )
 
@@ -320,7 +320,8 @@ class _IslandLauncher(PreflightLauncher):
         for island, process in new:
             self._ended.add(island)
             _log.warning(
-                "island %d (pid %d) has ended with status %d; the others go on without it",
+                "island %d (pid %d) has ended with status %d; the other islands continue without "
+                "it",
                 *(island, process.pid, process.returncode),
             )
         if new and self._server is not None:

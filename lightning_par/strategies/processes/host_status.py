@@ -77,7 +77,7 @@ class OtherHost:
                 said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             return Causes(**json.loads(said))
         except (ConnectionRefusedError, ConnectionResetError):
-            why = "answers, but its processes have ended; its log or `dmesg` may say why"
+            why = "answers, but its processes have ended. Their log or `dmesg` may say why"
         except (OSError, ValueError, TypeError):
             # Also an answer that is no JSON: something else listens there.
             why = f"does not answer at {self.address}: it is down, or the network to it is cut"

@@ -123,9 +123,9 @@ def meet_hosts(
         raise MeshError(
             "LP708",
             f"rank {rank} on host {name} (address {route.address}) did not reach rank 0 at "
-            f"{address}:{port} within {limit}: {str(error).partition(chr(10))[0]} Is rank 0 "
-            "running there, and does a firewall between the hosts let this port through? "
-            "MASTER_ADDR must be an address of the first host that the others reach.",
+            f"{address}:{port} within {limit}: {str(error).partition(chr(10))[0]} Check that rank "
+            "0 is running there, and that no firewall between the hosts blocks this port. "
+            "MASTER_ADDR must be an address of the first host that the other hosts can reach.",
         ) from error
     # `left` was for the rendezvous; torch makes groups through this store later.
     store.set_timeout(default_pg_timeout)
@@ -172,12 +172,14 @@ def _resolve(address: str, rank: int, name: str, deadline: float) -> Route:
             # After at least one try, however short the time is.
             raise MeshError(
                 "LP708",
-                f"rank {rank} on host {name} does not find rank 0: MASTER_ADDR={address!r}: "
-                f"{problem}. Set MASTER_ADDR, on every host, to a name or an address of the first "
-                "host that all of them know.",
+                f"rank {rank} on host {name} cannot find rank 0 by MASTER_ADDR={address!r} "
+                f"({problem}). Set MASTER_ADDR on every host to a name or address of the first "
+                "host that every host can resolve.",
             )
         if not warned:
-            text = "rank %d on host %s does not find rank 0 yet: MASTER_ADDR=%r: %s. It tries on."
+            text = (
+                "rank %d on host %s cannot find rank 0 yet by MASTER_ADDR=%r (%s). It tries again."
+            )
             _logger.warning(text, rank, name, address, problem)
             warned = True
         time.sleep(_RETRY)
@@ -220,8 +222,9 @@ def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, 
         raise MeshError(
             "LP707",
             f"{say_ranks(missing)} did not come to the rendezvous at {where}; "
-            f"{_say_places(there, hosts)} came. Its host did not start it, or does not reach rank "
-            "0. Look at the first error in its log, and start all ranks again.",
+            f"{_say_places(there, hosts)} came. The host of a missing rank did not start it, or "
+            "cannot reach rank 0. Look at the first error in the log of the missing rank, and "
+            "start all ranks again.",
         )
 
 
@@ -337,9 +340,9 @@ def with_ranks(environment: ClusterEnvironment | None, size: int) -> ClusterEnvi
     if missing and size > 1:
         raise ConfigurationError(
             "LP710",
-            f"SLURM has not set {', '.join(missing)} for this process: srun did not start it. "
-            f"Start the {size} processes with srun; or set SLURM_JOB_NAME=bash, and this process "
-            "starts the others of its node itself.",
+            f"SLURM has not set {', '.join(missing)} for this process, so srun did not start it. "
+            f"Start the {size} processes with srun. Or set SLURM_JOB_NAME=bash: this process then "
+            "starts the other processes of its node itself.",
         )
     return LightningEnvironment() if missing else environment
 

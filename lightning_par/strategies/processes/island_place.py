@@ -33,8 +33,9 @@ def find_island(outer: Outer | None) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigurationError(
             "LP705",
-            f"outer= needs to know which island this is, but {ISLAND_VARIABLE} is {given!r}. Set "
-            f"it as in {ISLAND_VARIABLE}=0/4 for the first of four, or give island= and islands=.",
+            f"outer= needs the number of this island, but {ISLAND_VARIABLE} is {given!r}. Set "
+            f"{ISLAND_VARIABLE}=0/4 for the first of four islands, or pass island= and islands= "
+            "in outer=.",
         )
     return int(found[1]), int(found[2])
 
@@ -49,8 +50,9 @@ def find_place(outer: Outer, rank: int, world: int) -> Place:
     if not all(re.fullmatch(r"[^\s,]+:\d{1,5}", each) for each in server.split(",")):
         raise ConfigurationError(
             "LP705",
-            f"outer= needs the address of a server (lightning-par serve), but it is {server!r}. "
-            f"Set {SERVER_VARIABLE}=host:port, or give server=; several are separated by commas.",
+            "outer= needs the address of a server (started by lightning-par serve), but the "
+            f"address is {server!r}. Set {SERVER_VARIABLE}=host:port, or pass server='host:port' "
+            "in outer=. Separate several addresses by commas.",
         )
     return Place(
         server=server,

@@ -152,10 +152,11 @@ class PreflightLauncher(SubprocessScriptLauncher):
         if self.cluster_environment.creates_processes_externally and count != wanted:
             raise MeshError(
                 "LP712",
-                f"{count} processes were started, but num_nodes={self.num_nodes} times "
-                f"devices={self.num_processes} are {wanted}. Start as many on every host, one for "
-                "each device (SLURM: --ntasks-per-node, the same in every part of a heterogeneous "
-                "job), and tell the Trainer the same numbers.",
+                f"{count} processes were started, but the Trainer expects "
+                f"num_nodes={self.num_nodes} times devices={self.num_processes}, which is "
+                f"{wanted}. Start one process for each device, the same number on every host "
+                "(SLURM: --ntasks-per-node, the same in every part of a heterogeneous job), and "
+                "pass these numbers to the Trainer as devices= and num_nodes=.",
             )
 
     @contextmanager
@@ -218,10 +219,10 @@ def refuse_prompt(num_devices: int) -> None:
     if hasattr(sys, "ps1"):
         raise ConfigurationError(
             "LP711",
-            f"{num_devices} devices need {num_devices} processes, each of which runs your script; "
-            "a notebook or a Python prompt is no script. Begin the cell with `%%writefile "
-            "train.py` and run `!python train.py` in the next one. With devices=1 any strategy "
-            "trains here.",
+            f"{num_devices} devices need {num_devices} processes, each of which runs your script, "
+            "but a notebook or a Python prompt has no script. Begin the cell with `%%writefile "
+            "train.py`, and run `!python train.py` in the next cell. With devices=1 any strategy "
+            "can train in the notebook itself.",
         )
 
 
@@ -238,13 +239,13 @@ def _divide_cores(num_processes: int) -> None:
 
 
 def _say_gone(launcher: int) -> None:
-    _logger.critical("the process that started this one (pid %d) is gone.", launcher)
+    _logger.critical("the process that started this process (pid %d) has ended.", launcher)
 
 
 def _describe(processes: Sequence["subprocess.Popen[bytes]"]) -> str:
     failed = [(rank, p) for rank, p in enumerate(processes, 1) if p.returncode]
     said = [f"of local rank {rank} (pid {p.pid}) with status {p.returncode}" for rank, p in failed]
-    return f"processes ended outside of a run: {', '.join(said)}; what they said is above."
+    return f"these processes ended outside of a run: {', '.join(said)}. Their output is above."
 
 
 def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
@@ -257,8 +258,8 @@ def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
     new = [p for p in given if id(p) not in held]
     if len(new) < len(given):
         rank_zero_warn(
-            f"{len(given) - len(new)} of the {len(given)} parameters that are to be added to the "
-            "optimizer are in it already, and keep their group. Give the optimizer only "
-            "parameters with requires_grad at first."
+            f"{len(given) - len(new)} of the {len(given)} parameters that should be added to the "
+            "optimizer are already in it, and stay in their parameter group. At first, pass the "
+            "optimizer only parameters with requires_grad=True."
         )
     return new

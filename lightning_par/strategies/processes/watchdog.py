@@ -47,7 +47,9 @@ __all__ = ["RankWatch", "is_communication_error", "open_status_file"]
 _PERIOD = 0.2
 """Seconds between two looks."""
 _LOADER = "torch.utils.data.dataloader"
-_LOST_WORKER = "a worker process of the data loader was killed, perhaps as memory was short"
+_LOST_WORKER = (
+    "a worker process of the data loader was killed, perhaps because the machine was out of memory"
+)
 _SETTLE = 1.5
 """Seconds in which a failure of communication looks for its cause."""
 _GRACE = 2.0
@@ -192,9 +194,9 @@ class RankWatch:
         said, hook = self._describe(causes), hook_of(error)
         if causes.dead and hook:
             said += (
-                f" Or it called a different collective than this rank in {hook}, which ends a "
-                "process on gloo: call on every rank what runs there under "
-                "`if trainer.is_global_zero`."
+                f" Or this rank called a different collective than that rank in {hook}, which "
+                "ends a process that uses gloo. Move calls that communicate out of `if "
+                "trainer.is_global_zero` there, so that every rank makes them."
             )
         error.add_note(said)
         if causes.failed and not causes.dead:
@@ -271,12 +273,14 @@ class RankWatch:
         if self._speaks:
             told = PipelineError(
                 "LP713",
-                f"the ranks wait for each other in different places: {_few(waits)}. What runs on "
-                "some ranks only (under `if trainer.is_global_zero`, or after a decision that "
-                "each rank makes by itself) must not communicate. Call on every rank: a forward "
-                "of the model, save_checkpoint, all_gather, log(..., sync_dist=True). Only print "
-                "or write on one rank. Make a decision, such as should_stop, on every rank: "
-                "trainer.strategy.broadcast(value), or reduce_boolean_decision(value, all=False).",
+                "the ranks wait for each other in different places, so none can continue: "
+                f"{_few(waits)}. A call that communicates must be made by every rank, and not "
+                "inside `if trainer.is_global_zero` or after a decision that differs between "
+                "ranks. Such calls are a forward of the model, save_checkpoint, all_gather and "
+                "log(..., sync_dist=True). On rank 0 only print or write files. Let all ranks "
+                "make the same decision, such as should_stop, by "
+                "trainer.strategy.broadcast(value) or "
+                "trainer.strategy.reduce_boolean_decision(value, all=False).",
             )
             _logger.critical("%s", told)
         # Their looks come at other times; a rank that vanished at once would be the cause they
@@ -335,26 +339,32 @@ class RankWatch:
     def _say(self, causes: Causes) -> str:
         if causes.dead:
             return (
-                f"{_few(causes.dead)}. Its process was killed or crashed without a word; if it was "
-                "short of memory, `dmesg` says so. Restart from the last checkpoint "
-                "(ckpt_path='last')."
+                f"{_few(causes.dead)}. Its process was killed or crashed without an error "
+                "message. If the machine was out of memory, `dmesg` says so. Restart from the "
+                "last checkpoint (ckpt_path='last')."
             )
         if causes.failed:
-            return f"{_few(causes.failed)}. The traceback of that rank says where; mend that one."
+            return (
+                f"{_few(causes.failed)}. The traceback of that rank shows the cause: mend that "
+                "error."
+            )
         if causes.silent:
             return f"{_few(causes.silent)}. Restart from the last checkpoint (ckpt_path='last')."
         unresponsive = causes.stopped or [text for _, text in sorted(causes.waiting, reverse=True)]
         if unresponsive:
             return (
-                f"{_few(unresponsive)}. Look at what it does there; if it "
-                f"is only slow, give the strategy more than timeout={self._timeout}."
+                f"{_few(unresponsive)}. Look at what the rank does there. If it is only slow, "
+                f"pass the strategy a larger timeout= than {self._timeout}."
             )
         if causes.ended:
             return (
-                f"{_few(causes.ended)} its run already. Give every replica as many batches as the "
-                "others."
+                f"{_few(causes.ended)} its run already, while other ranks still train. Give every "
+                "replica the same number of batches."
             )
-        return "every rank was cut off from others, hence the cause is the network between them."
+        return (
+            "every rank has lost its connection to other ranks, so the cause is the network "
+            "between them."
+        )
 
     def _say_unresponsive(self, state: RankState, seconds: float) -> str:
         why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""

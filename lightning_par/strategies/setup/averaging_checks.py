@@ -43,9 +43,10 @@ def averaging_problems(
             function = next((d["multi_avg_fn"] for d in given if "multi_avg_fn" in d), None)
             if function is not None and not _is_entrywise(function):
                 problems.append(
-                    f"{name}(multi_avg_fn=...): the average of an entry depends on other entries, "
-                    f"or on chance, but on {sizes} a rank gives it its parts of the weights. "
-                    "Average entry by entry, or weight by weight with avg_fn=."
+                    f"{name}(multi_avg_fn=...) is not supported: its average of an entry depends "
+                    f"on other entries or on random numbers, but on {sizes} a rank has only its "
+                    "shards of the weights. Use a function that averages each entry separately, "
+                    "or avg_fn=, which gets one whole weight at a time."
                 )
         elif layers and sizes.pipeline > 1:
             problems.append(

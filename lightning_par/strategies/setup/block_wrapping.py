@@ -113,23 +113,25 @@ def check_recomputation(
     names = _block_names(module, resolved)
     if not names:
         problems.append(
-            "ActivationCheckpointing: no plan names blocks, and the model has no nn.ModuleList or "
-            "nn.Sequential whose entries are two or more modules of one class, with parameters and "
-            "a forward. Put its blocks into an nn.ModuleList, or return ParallelPlan(blocks=...) "
-            "from its parallel_plan()."
+            "ActivationCheckpointing found no blocks in the model. No plan names them, and the "
+            "model has no nn.ModuleList or nn.Sequential of two or more modules of the same "
+            "class. Put the blocks into an nn.ModuleList, or return ParallelPlan(blocks=...) from "
+            "parallel_plan() of the model."
         )
     if what.parts == "plan" and not resolved.plan.checkpointable:
         problems.append(
-            "ActivationCheckpointing(parts='plan'): the model's plan names no parts in "
-            "checkpointable. Name them there, or here as in parts=['attention']."
+            "ActivationCheckpointing(parts='plan') recomputes the modules that "
+            "ParallelPlan(checkpointable=...) names, but the plan of the model names none. Name "
+            "modules there, or pass their names, as in parts=['attention']."
         )
     elif what.parts is not None and names:
         problems += _missing_parts(resolved, what, module)
     modes = what.stage_modes
     if modes not in (None, "auto") and len(modes) != num_stages:
         problems.append(
-            f"ActivationCheckpointing(per_stage={list(modes)}) has {len(modes)} modes for "
-            f"{num_stages} pipeline stage(s). Give {num_stages}, or 'auto'."
+            f"ActivationCheckpointing(per_stage={list(modes)}) lists {len(modes)} modes, but "
+            f"there are {num_stages} pipeline stage(s). List one mode for each stage, or use "
+            "per_stage='auto'."
         )
     raise_problems(ConfigurationError, "LP608", problems)
 
@@ -144,8 +146,8 @@ def _missing_parts(resolved: ResolvedPlan, what: Recomputation, module: nn.Modul
     inside = [inner for inner, _ in block.named_modules() if inner]
     asked = "'plan'" if what.parts == "plan" else list(what.parts or ())
     return [
-        f"ActivationCheckpointing(parts={asked}) matches no module inside the blocks; {name} holds "
-        f"{', '.join(inside[:12])}."
+        f"ActivationCheckpointing(parts={asked}) matches no module inside the blocks. The block "
+        f"{name} has the modules {', '.join(inside[:12])}. Use names of these."
     ]
 
 
@@ -172,7 +174,9 @@ def recompute_blocks(
     if not resolved.block_names:
         bounds = [(0, len(names))]
         within = names[0].rpartition(".")[0]
-        rank_zero_info(f"No plan names blocks: the entries of {within} are recomputed.")
+        rank_zero_info(
+            f"The plan names no blocks, so activations of the entries of {within} are recomputed."
+        )
     for (low, high), mode in zip(bounds, modes, strict=True):
         # A block is in the whole model's numbering, whichever stages this rank holds.
         for name in names[low:high]:

@@ -101,9 +101,9 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
     reads = names_in(type(module).backward) & _READ_GRADIENTS
     if reads and sizes.world_size > sizes.data:
         problems.append(
-            f"{type(module).__name__}.backward reads gradients ({', '.join(sorted(reads))}): on "
-            f"{sizes} they are whole once it has returned. Read or change them in "
-            "on_after_backward."
+            f"{type(module).__name__}.backward reads gradients ({', '.join(sorted(reads))}), but "
+            f"on {sizes} gradients are complete only after this method has returned. Read or "
+            "change gradients in on_after_backward."
         )
     # One device runs any plugin as Lightning does; a mesh needs one whose backward it knows.
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
@@ -114,16 +114,17 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
         problems += [("LP916", text) for text in _compiled_problems(module, sizes)]
         problems += [("LP611", text) for text in averaging_problems(trainer, module, sizes)]
         problems += [
-            "the batch-size finder runs until a rank is out of memory, and the others then wait "
-            f"for this rank; it is not supported on {sizes}. Set the batch size yourself: "
-            "lightning-par rehearse tells what memory a step takes with it."
+            f"the batch-size finder is not supported on {sizes}: it runs until one rank is out of "
+            "memory, and the other ranks would wait for this rank for ever. Set the batch size "
+            "yourself: lightning-par rehearse prints the memory that a step needs."
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, BatchSizeFinder)
         ]
         problems += [
-            f"{type(callback).__name__} makes new parameters of weights that are divided over "
-            f"{sizes}. Multiply them by masks in on_train_batch_end of a callback instead: "
-            "for name, p in module.named_parameters(): p.data.mul_(masks[name])."
+            f"{type(callback).__name__} replaces parameters by new ones, which is not supported "
+            f"for parameters that are sharded over {sizes}. Multiply the parameters by masks in "
+            "on_train_batch_end of a callback instead: for name, p in module.named_parameters(): "
+            "p.data.mul_(masks[name])."
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, ModelPruning)
         ]
@@ -141,10 +142,10 @@ def _compiled_problems(module: pl.LightningModule, sizes: ParallelSizes) -> list
         return []
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return [
-        f"{found[0]!r}{more} went through torch.compile, which is not supported on {sizes}: its "
-        "modules are still to be split or sharded. Leave torch.compile out, and pass "
-        "compile_blocks=True to the strategy, which compiles each block afterwards; checkpoints "
-        "then have the names of the plain module."
+        f"{found[0]!r}{more} was compiled with torch.compile, which is not supported on {sizes}, "
+        "since the modules are split and sharded after that. Remove torch.compile, and pass "
+        "compile_blocks=True to the strategy, which compiles each block after sharding. "
+        "Checkpoints then have the parameter names of the module without torch.compile."
     ]
 
 
@@ -216,18 +217,18 @@ def _warn_of_copies(module: nn.Module, resolved: ResolvedPlan, sizes: ParallelSi
         divided, copied = _sizes_of_parts(module, resolved)
         if copied > divided:
             rank_zero_warn(
-                f"pipeline_parallel_size={sizes.pipeline} divides little of "
-                f"{type(module).__name__}: its blocks, {plan.blocks}, hold {divided} parameters, "
-                f"and every stage computes {', '.join(plan.replicated)} as well, which hold "
-                f"{copied}. Use pipeline_parallel_size=1, or a list of blocks that holds most of "
-                "the model, each of which needs what the one before returns and nothing else."
+                f"pipeline_parallel_size={sizes.pipeline} divides only a small part of "
+                f"{type(module).__name__}. The blocks {plan.blocks} hold {divided} parameters, "
+                f"but {', '.join(plan.replicated)} hold {copied}, and every stage computes these. "
+                "Use pipeline_parallel_size=1; or move most of the model into one list of blocks, "
+                "where each block needs only the output of the block before."
             )
     if sizes.tensor > 1 and divides_nothing(plan):
         rank_zero_warn(
-            f"tensor_parallel_size={sizes.tensor} divides nothing of {type(module).__name__}: no "
-            "layers were found that its ranks could share, so each of them computes all of it. "
-            "Use tensor_parallel_size=1, which makes them replicas, or return a parallel_plan() "
-            "with tensor styles."
+            f"tensor_parallel_size={sizes.tensor} shards no layer of {type(module).__name__}, "
+            "since no layers were found that can be sharded. Every rank computes the whole model. "
+            "Use tensor_parallel_size=1, which turns these ranks into replicas, or define "
+            "parallel_plan() with tensor styles."
         )
 
 
@@ -276,10 +277,10 @@ def _check_compression(module: nn.Module, options: MeshOptions, sizes: ParallelS
     if options.gradient_compression is not None and is_manual:
         raise ConfigurationError(
             "LP609",
-            f"gradient_compression is not supported with manual optimization, which "
-            f"{type(module).__name__} uses: what compression leaves out of a gradient is added to "
-            "that of the next step, which is not known. Set automatic_optimization=True, or use "
-            "gradient_compression=None.",
+            "gradient_compression is not supported with manual optimization, which "
+            f"{type(module).__name__} uses: the error of a compressed gradient is added to the "
+            "gradient of the next step, but with manual optimization the next step is not known. "
+            "Set automatic_optimization=True, or use gradient_compression=None.",
         )
 
 
@@ -306,15 +307,17 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
             scripted.append(name)
     # Made in any case: each text is used where its list has names.
     texts = (
-        f"{', '.join(lazy)} has no sizes yet. Call it once, on a batch, before the Trainer gets "
-        "it; or give it its sizes in place of a lazy module.",
-        f"{', '.join(hooked)} has a hook (register_hook), which would be lost on {sizes}, where "
-        "new tensors replace the parameters. Change p.grad in on_after_backward, or hook the "
-        "output of a module.",
-        f"{', '.join(sparse)} has sparse=True, and {sizes} reduces dense gradients only. Use "
-        "sparse=False.",
-        f"{', '.join(scripted)} went through torch.jit.script, and its parameters cannot be "
-        "sharded. Train the plain module, and script it after the run.",
+        f"{', '.join(lazy)} is a lazy module whose parameters have no shapes yet. Call the model "
+        "once on a batch before trainer.fit, or use a module with explicit sizes instead of the "
+        "lazy one.",
+        f"{', '.join(hooked)} has a hook (register_hook), which would be lost on {sizes}, since "
+        "sharding replaces the parameters by new tensors. Change p.grad in on_after_backward, or "
+        "register the hook on the output of a module.",
+        f"{', '.join(sparse)} has sparse=True, but on {sizes} only dense gradients can be reduced "
+        "over the ranks. Use sparse=False.",
+        f"{', '.join(scripted)} was compiled with torch.jit.script, and parameters of such a "
+        "module cannot be sharded. Train the module without torch.jit.script, and script it after "
+        "the run.",
         _of_other_kinds(kinds, sizes),
     )
     found = zip((lazy, hooked, sparse, scripted, kinds), texts, strict=True)
@@ -328,10 +331,10 @@ def _of_other_kinds(kinds: Mapping[str, str], sizes: ParallelSizes) -> str:
     name, kind = next(iter(kinds.items()), ("", ""))
     more = f" and {len(kinds) - 1} more are" if len(kinds) > 1 else " is"
     return (
-        f"{name}{more} of the class {kind}, which {sizes} would lose: plain shards take the place "
-        "of parameters. Mark a weight by an attribute, which is kept (parameter.no_decay = True); "
-        "keep packed or quantized values, and their scales, in buffers (register_buffer), and "
-        "train adapters beside them."
+        f"{name}{more} of the class {kind}, a subclass of nn.Parameter. On {sizes} plain shards "
+        "replace the parameters, so the subclass would be lost. To mark a weight, set an "
+        "attribute, which the shards keep (parameter.no_decay = True). Keep packed or quantized "
+        "values and their scales in buffers (register_buffer), and train adapters besides them."
     )
 
 

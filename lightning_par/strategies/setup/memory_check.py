@@ -80,9 +80,10 @@ class MemoryCheck:
         # Without blocks FSDP has one unit, the whole model, and stage 3 saves nothing in a step.
         if is_sharded and not self.resolved.block_names:
             rank_zero_warn(
-                f"zero_stage=3: the plan of {type(self.module).__name__} names no blocks, so every "
-                "step gathers all parameters at once. Return ParallelPlan(blocks=...) from its "
-                "parallel_plan() to gather them block by block."
+                f"zero_stage=3: the plan of {type(self.module).__name__} does not say which "
+                "modules are its blocks, so every step gathers all parameters at once. Return "
+                "ParallelPlan(blocks=...) from parallel_plan() of the model: each step then "
+                "gathers the parameters of one block at a time."
             )
         is_gpu = device.type == "cuda"
         if not is_gpu and self.options.offload_options is None:

@@ -122,14 +122,16 @@ def check_compression(
     if chosen is not None and accumulates_on == "host":
         raise ConfigurationError(
             "LP609",
-            f"gradient_compression={chosen.method!r} with accumulate_on='host': every batch would "
-            "be compressed, and what it left out could not be taken back with its step. Use "
-            "accumulate_on='device', or leave gradient_compression out.",
+            f"gradient_compression={chosen.method!r} is not supported with accumulate_on='host': "
+            "the gradients of every accumulated batch would be compressed, and the compression "
+            "error could not be undone if the step is skipped. Use accumulate_on='device', or "
+            "leave gradient_compression out.",
         )
     if chosen is not None and sizes.expert > 1:
         raise ConfigurationError(
             "LP609",
-            f"gradient_compression={chosen.method!r} with expert_parallel_size={sizes.expert}: the "
-            "gradients of divided experts are summed over other ranks. Use expert_parallel_size=1, "
-            "or leave gradient_compression out.",
+            f"gradient_compression={chosen.method!r} is not supported with "
+            f"expert_parallel_size={sizes.expert}, since the gradients of sharded experts are "
+            "summed over other ranks than the other gradients. Use expert_parallel_size=1, or "
+            "leave gradient_compression out.",
         )

@@ -113,7 +113,10 @@ class CompressedGradients:
         self.reset()
         self._arrange()
         if state["kind"] != self._kind():
-            _warn("the options of compression changed: the error remembered before is lost.")
+            _warn(
+                "the options of gradient compression changed, so the gradient error that was kept "
+                "for later steps is dropped."
+            )
             return
         self._steps, self._scale = state["steps"], state["scale"]
         held = map_tensors(state["compressor"], lambda t: t.to(self._device))
@@ -137,7 +140,10 @@ class CompressedGradients:
         if set(wanted) == {p for bucket in self._buckets for p in bucket}:
             return
         if self._buckets:
-            _warn("the trained parameters changed: the error remembered by compression is lost.")
+            _warn(
+                "the trained parameters changed, so the gradient error that compression had kept "
+                "for later steps is dropped."
+            )
             self._compressor = choose_compressor(self._options, self._group)
         self._buckets = fill_buckets(wanted)
 

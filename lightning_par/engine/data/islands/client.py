@@ -277,7 +277,7 @@ class IslandClient:
                 self._channel.send({"op": "bye"})
                 self._channel.receive()
             except OSError as error:
-                _log.info("the server did not hear that this island has finished: %s", error)
+                _log.info("the server could not be told that this island has finished: %s", error)
         self.close()
 
     def close(self) -> None:
@@ -296,9 +296,9 @@ class IslandClient:
             if not now.isfinite().all():
                 raise NonFiniteError(
                     "LP703",
-                    f"{held.region.name} has entries that are not finite after "
-                    f"{self._own_steps} steps of island {self._place.island}, so its update was "
-                    "not sent. Restart the island: it takes the weights of the server.",
+                    f"{held.region.name} has NaN or infinite entries after {self._own_steps} "
+                    f"steps of island {self._place.island}, so its update was not sent. Restart "
+                    "the island: it loads the weights from the server.",
                 )
             # Other ranks of the island hold the same box, and one of them sends it.
             if held.region.sends:
@@ -408,15 +408,17 @@ class IslandClient:
                 if left <= 0 or hopeless:
                     raise IslandError(
                         "LP701",
-                        f"island {self._place.island} has not reached its server at "
-                        f"{self._place.server} (timeout={self._outer.timeout:g} s): {error}. Start "
-                        "lightning-par serve there, open its port, and use the same key; then "
-                        "start the island again. It takes the weights of the server.",
+                        f"island {self._place.island} could not reach its server at "
+                        f"{self._place.server} within {self._outer.timeout:g} s (timeout=): "
+                        f"{error}. Start lightning-par serve on that host, open its port, and use "
+                        "the same key on both sides. Then start the island again: it loads the "
+                        "weights from the server.",
                     ) from error
                 if not is_said:
                     is_said = True
                     _log.warning(
-                        "island %d rank %d: the server at %s is away (%s); trying again for %.0f s",
+                        "island %d rank %d cannot reach the server at %s (%s); it tries again for "
+                        "%.0f s",
                         *(self._place.island, self._place.rank, self._place.server, error, left),
                     )
                 # Not sleep: `close` ends the wait. Random: ranks do not come back all at once.
@@ -426,7 +428,7 @@ class IslandClient:
                 raise
             else:
                 if is_said:
-                    _log.warning("island %d: the server is back", self._place.island)
+                    _log.warning("island %d reaches the server again", self._place.island)
                 return answer
 
     def _connect(self, pending: tuple[int, str] | None) -> Answer:
@@ -469,7 +471,8 @@ class IslandClient:
     def _check(self, answer: dict[str, Any]) -> None:
         if answer["op"] == "refused":
             raise IslandError(
-                "LP702", f"the server at {self._place.server} refuses: {answer['reason']}"
+                "LP702",
+                f"the server at {self._place.server} refused this island: {answer['reason']}",
             )
 
     def _limit(self) -> int:

@@ -31,14 +31,14 @@ def read_key(file: str | Path | None, variable: str | None) -> bytes:
     except OSError as error:
         raise ConfigurationError(
             "LP704",
-            f"the key of the islands cannot be read: {error}. Make one with "
-            "`openssl rand -hex 32 > FILE`, for the server and all islands.",
+            f"the key of the islands cannot be read: {error}. Create a key with `openssl rand "
+            "-hex 32 > FILE`, and use it for the server and all islands.",
         ) from error
     if len(key) < _SHORTEST:
         raise ConfigurationError(
             "LP704",
-            f"the key of the islands has {len(key)} bytes; it needs {_SHORTEST} or more, the same "
-            f"on the server and on all islands. Set {KEY_VARIABLE} or key_file=, as with `openssl "
-            "rand -hex 32`.",
+            f"the key of the islands has {len(key)} bytes, but needs {_SHORTEST} or more. Create "
+            f"a key with `openssl rand -hex 32`, and set it in {KEY_VARIABLE} or key_file= for "
+            "the server and all islands.",
         )
     return key

@@ -177,9 +177,17 @@ class Meeting:
         if self._outer is None:
             self._outer = outer
         here, there = self._outer.agreement(), outer.agreement()
-        differ = [f"{n}={v!r}, on the server {here[n]!r}" for n, v in there.items() if here[n] != v]
+        differ = [
+            f"{n}={v!r} on this island, but {n}={here[n]!r} on the server"
+            for n, v in there.items()
+            if here[n] != v
+        ]
         if differ:
-            raise RefusalError("all islands need the same options: " + "; ".join(differ) + ".")
+            raise RefusalError(
+                "all islands need the same options in outer=, and these differ: "
+                + "; ".join(differ)
+                + "."
+            )
         held = self._weights
         for region in hello.regions if held is not None else ():
             assert held is not None
@@ -187,11 +195,15 @@ class Meeting:
             found = None if known is None else (tuple(known.shape), known.dtype)
             if found != (region.shape, region.torch_dtype):
                 raise RefusalError(
-                    f"{region.name} is {region.shape} in {region.dtype}; the model on the server "
-                    f"has {'no parameter' if found is None else found} of that name."
+                    f"{region.name} has the shape {region.shape} and dtype {region.dtype}, but "
+                    f"the model on the server has {'no parameter' if found is None else found} of "
+                    "that name. All islands need the same model."
                 )
             if region.trains != (region.name not in held.frozen):
-                raise RefusalError(f"{region.name} is trained on some islands, frozen on others.")
+                raise RefusalError(
+                    f"{region.name} is trained on some islands, but frozen on others. Train the "
+                    "same parameters on all islands."
+                )
 
     def _found(self) -> None:
         """Ask one island for the model; the others wait for it."""
@@ -360,7 +372,10 @@ class Meeting:
         del self._rounds[at].movements[island]
         for movement in ranks:
             if movement.answer.set_running_or_notify_cancel():
-                said = f"island {island} sent {sent:,} of the {entries:,} entries that are due. Do "
+                said = (
+                    f"island {island} sent {sent:,} entries of its update, but {entries:,} are "
+                    "needed. Do "
+                )
                 said += "all islands have the same model, and the same servers in the same order?"
                 movement.answer.set_exception(RefusalError(said))
 
