@@ -53,8 +53,9 @@ class FirstStepProof(Callback):
         if isinstance(trainer.strategy, MeshStrategy):
             raise ConfigurationError(
                 "LP808",
-                f"FirstStepProof: {type(trainer.strategy).__name__} proves its steps itself, by "
-                "verify=. Leave the callback out.",
+                "the callback FirstStepProof is not needed with "
+                f"{type(trainer.strategy).__name__}, which compares its steps with one process "
+                "itself (verify=). Remove the callback.",
             )
         if stage != "fit":
             return
@@ -118,8 +119,8 @@ def _warn_of_repeats(loaders: Any, stage: str) -> None:
             length: Any = len(sampler.dataset)  # type: ignore[arg-type]
             if sampler.total_size > length:
                 rank_zero_warn(
-                    f"{stage} counts {sampler.total_size - length} of {length} samples twice, so "
-                    f"that all {sampler.num_replicas} replicas have as many; one process counts "
-                    "each once. Use a number of samples that the replicas divide, or run "
-                    f"{stage} on one device."
+                    f"{stage} uses {sampler.total_size - length} of {length} samples twice, so "
+                    f"that all {sampler.num_replicas} replicas have the same number of samples. "
+                    "One process uses each sample once. Use a number of samples that is a "
+                    f"multiple of {sampler.num_replicas}, or run {stage} on one device."
                 )

@@ -84,23 +84,30 @@ def read_certificate(folder: Path) -> Certificate:
     except FileNotFoundError:
         raise ConfigurationError(
             "LP806",
-            f"there is no {path}. A fit that ends without an error writes one into trainer.log_dir "
-            "or, without a logger, next to its checkpoints.",
+            f"the file {path} does not exist. A fit that ends without an error writes its "
+            "certificate.json into trainer.log_dir or, without a logger, next to its checkpoints. "
+            "Pass that path.",
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError("LP806", f"{path} cannot be read: {error}") from error
+        raise ConfigurationError(
+            "LP806", f"the certificate {path} cannot be read: {error}"
+        ) from error
     given = content if isinstance(content, dict) else {}
     # `dict[str, str]` is no class for isinstance; its origin is.
     kinds: dict[str, Any] = {each.name: each.type for each in fields(Certificate)}
     bad = [n for n, t in kinds.items() if not isinstance(given.get(n), get_origin(t) or t)]
     if bad or given.get("format") != _FORMAT:
         what = f"it has no valid {', '.join(bad)}" if bad else f"its format is not {_FORMAT}"
-        raise ConfigurationError("LP806", f"{path} is no certificate: {what}.")
+        raise ConfigurationError(
+            "LP806",
+            f"{path} is not a certificate of a run: {what}. Pass the certificate.json of a run.",
+        )
     # Of all that is in the file, unknown fields included: none can be added unnoticed.
     if given.pop("hash", None) != _hash_of(given):
         raise ConfigurationError(
             "LP806",
-            f"{path} was changed after the run wrote it: its hash is not that of its content.",
+            f"the certificate {path} was changed after the run wrote it, since its hash does not "
+            "match its content. Use the file that the run wrote.",
         )
     return Certificate(**{name: given[name] for name in kinds})
 

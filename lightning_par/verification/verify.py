@@ -77,7 +77,7 @@ def verify(
     if not isinstance(strategy, MeshStrategy):
         raise ConfigurationError(
             "LP903",
-            f"verify(..., strategy={strategy!r}): give a strategy of this package, such as "
+            f"verify(..., strategy={strategy!r}) needs a strategy of lightning_par, such as "
             "Hybrid3DStrategy(tensor_parallel_size=2), or its name, such as 'hybrid3d'.",
         )
     batches = batch if isinstance(batch, list) else [batch]
@@ -156,8 +156,8 @@ def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
         if size % sizes.data:
             raise ConfigurationError(
                 "LP802",
-                f"batch {number} has {size} samples, which {sizes.data} replicas cannot share "
-                f"equally. Use {-(-size // sizes.data) * sizes.data} samples.",
+                f"batch {number} has {size} samples, which cannot be divided equally over "
+                f"{sizes.data} replicas. Use {-(-size // sizes.data) * sizes.data} samples.",
             )
 
 

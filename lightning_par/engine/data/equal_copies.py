@@ -160,10 +160,11 @@ def error_of_copies(told: str) -> VerificationError:
     """
     return VerificationError(
         "LP805",
-        f"copies of weights differ: {told}. Either code writes to weights on some ranks only, such "
-        "as a callback inside of `if trainer.is_global_zero`: write on every rank; or the memory "
-        "of a device is faulty: go on from the last checkpoint without that device. The difference "
-        "arose after the comparison before this one; verify=False compares nothing.",
+        f"the copies of a weight on different ranks are not equal any more: {told}. If code "
+        "writes to weights on some ranks only, such as a callback inside of `if "
+        "trainer.is_global_zero`, change it to write on every rank. If there is no such code, the "
+        "memory of a device is faulty: resume from the last checkpoint without that device. The "
+        "difference arose after the previous comparison. verify=False turns these comparisons off.",
     )
 
 
@@ -253,10 +254,10 @@ def _differences(
         # With a majority, the few that differ are named; else nobody can tell who is wrong.
         if count > len(ranks) // 2:
             other = [r for r, value in zip(ranks, found, strict=True) if value != most]
-            where = f"{_said(other)} other values than the other {count} ranks"
+            where = f"{_said(other)} different values from the other {count} ranks"
         else:
             where = f"{_said(ranks)} {1 + len(others)} different values"
-        yield f"{piece.name}, of which the ranks of {axis} hold copies: {where}"
+        yield f"the ranks of {axis} hold copies of {piece.name}, but {where}"
 
 
 def _join(told: Iterable[str]) -> str:

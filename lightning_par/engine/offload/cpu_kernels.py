@@ -188,9 +188,9 @@ class _NativeKernel:
 def _unknown(tensors: AdamTensors) -> OffloadError:
     return OffloadError(
         "LP604",
-        f"the offloaded Adam step does not support gradients of {tensors.grad.dtype} with moments "
-        f"of {tensors.mean.dtype}, master weights of {tensors.master.dtype} and parameters of "
-        f"{tensors.out.dtype}. Use precision='bf16-mixed' or '32-true'.",
+        "the offloaded Adam step of cpu_kernel='native' does not support gradients of "
+        f"{tensors.grad.dtype} with moments of {tensors.mean.dtype}, master weights of "
+        f"{tensors.master.dtype} and parameters of {tensors.out.dtype}. Use cpu_kernel='torch'.",
     )
 
 

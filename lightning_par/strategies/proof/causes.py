@@ -72,27 +72,32 @@ class Findings:
 
 
 _COMPARED = {
-    "start": "the weights before the step with those that were captured.",
-    "loss": "the loss of the forward, which comes before gradients and the update.",
+    "start": "the weights at the start of the step with the weights that were saved before it.",
+    "loss": (
+        "the loss of the forward. Gradients and the update, which come later, were not compared."
+    ),
     "gradient": (
-        "the losses, which are equal, and then the gradients before hooks and clipping; that of "
-        "this parameter has the largest relative difference."
+        "first the losses, which are equal; then the gradients before hooks and clipping. The "
+        "gradient of this parameter has the largest relative difference."
     ),
     "handed": (
-        "the losses and the gradients, which are equal, and then what hooks and clipping make of "
-        "the same gradients; that of this parameter has the largest relative difference."
+        "first the losses and the gradients, which are equal; then the gradients after hooks and "
+        "clipping, computed from the same gradients. The gradient of this parameter has the "
+        "largest relative difference."
     ),
     "weight": (
-        "the losses and the gradients, which are equal, and then the weights that the optimizer, "
-        "hooks and callbacks make of the same gradients; this one has the largest difference, "
-        "relative to its update."
+        "first the losses and the gradients, which are equal; then the weights after the "
+        "optimizer step, hooks and callbacks, computed from the same gradients. This weight has "
+        "the largest difference relative to its update."
     ),
     **dict.fromkeys(
         ("log", "metric", "output"),
-        "what the step logs, its metrics for this batch, and what it returns, in this order.",
+        "the values that the step logs, its metrics for this batch, and the values that it "
+        "returns, in this order.",
     ),
     "closure": (
-        "the losses and the gradients, which are equal, and how often the optimizer computed them."
+        "first the losses and the gradients, which are equal; then how many times the optimizer "
+        "called its closure."
     ),
 }
 
@@ -111,9 +116,9 @@ def explain(difference: Difference, found: Findings) -> str:
         f"Compared: {_COMPARED[difference.kind]}",
         *(f"Seen: {fact}" for fact in _facts(difference, found)),
         *(f"To try: {text}" for text in tries),
-        "The run ends after this step, and nothing of it was saved. verify=False trains on in "
-        "spite of the difference; `lightning-par verify` compares more steps in float64, and block "
-        "by block.",
+        "The run ends after this step, and no checkpoint of it was saved. To train in spite of "
+        "the difference, use verify=False. To find the cause, run `lightning-par verify`, which "
+        "compares more steps, in float64 and block by block.",
     ]
     return "\n".join(lines)
 
@@ -125,9 +130,9 @@ def _facts(difference: Difference, found: Findings) -> Iterator[str]:
         yield found.again
     if found.draws:
         yield (
-            "the step draws random numbers besides dropout, and one process draws different ones. "
-            "Draw them where the data is made (in the dataset or collate_fn), or from a generator "
-            "that is seeded by the sample."
+            "the step draws random numbers besides dropout, and one process draws different "
+            "numbers. Draw them in the dataset or collate_fn, or from a generator that is seeded "
+            "by the sample."
         )
     if difference.factor is not None and kind in ("gradient", "handed", "weight"):
         what = "update" if kind == "weight" else "gradient"
@@ -145,29 +150,30 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
         cures += ["data_parallel_size=1"] * (sizes.data > 1)
         yield (
-            f"{' and '.join(cures)}. If the step is equal then, the loss is not a mean over the "
-            "samples or labels of the batch: declare what it is a mean over "
-            "(BatchLayout(labels=...), BatchLayout(loss_weight=...)). Keep these sizes for a loss "
-            "that compares samples, for entries without a batch dim, and for values that blocks "
-            "store on attributes or in hooks."
+            f"{' and '.join(cures)}. If the difference is gone with that, the loss is not a mean "
+            "over the samples or labels of the batch. Declare over what the loss is a mean "
+            "(BatchLayout(labels=...) or BatchLayout(loss_weight=...)). Keep "
+            f"{' and '.join(cures)} if the loss compares samples with each other, if a batch "
+            "entry has no batch dim, or if blocks store values in attributes or hooks."
         )
     if sizes.context > 1:
         yield (
-            "context_parallel_size=1. If the step is equal then, something needs tokens of other "
-            "ranks: positions that the plan does not name (ParallelPlan(positions=...)), masks "
-            "made in the blocks, mixers that are no attention (convolutions, state spaces)."
+            "context_parallel_size=1. If the difference is gone with that, some code needs tokens "
+            "of other ranks. Such code computes positions that the plan does not name "
+            "(ParallelPlan(positions=...)), computes a mask in a block, or combines tokens "
+            "without attention (a convolution, a state-space layer)."
         )
     if sizes.tensor > 1:
         yield (
-            "sequence_parallel=False. If the step is equal then, some module pools over tokens, "
-            "but a rank holds only some of them. If not, a style of tensor parallelism treats a "
-            "shard as the whole tensor, or omits or repeats a sum over ranks: `lightning-par plan` "
-            "prints the styles."
+            "sequence_parallel=False. If the difference is gone with that, some module pools over "
+            "tokens, but a rank holds only some tokens. If the difference stays, a "
+            "tensor-parallel style uses a shard as if it were the whole tensor, or omits or "
+            "repeats a sum over ranks. `lightning-par plan` prints the styles."
         )
     if difference.kind == "gradient":
         yield (
-            "without hooks on weights and modules (register_hook, register_full_backward_hook), "
-            "if there are any: each rank calls them with its part of a tensor only."
+            "to remove hooks on weights and modules (register_hook, register_full_backward_hook). "
+            "Each rank calls them with its part of a tensor only."
         )
 
 
@@ -178,23 +184,23 @@ def _of_update(difference: Difference, found: Findings) -> Iterator[str]:
     if found.optimizers and difference.kind != "handed":
         names = ", ".join(kind.__name__ for kind in found.optimizers)
         yield (
-            f"torch.optim.SGD in place of {names}. If the step is equal then, the update of an "
-            f"entry by {names} depends on other entries (a norm over all parameters, a whole "
-            "matrix, a line search), but a rank holds only some of them: use an optimizer that "
-            "works entry by entry."
+            f"torch.optim.SGD instead of {names}. If the difference is gone with that, {names} "
+            "updates an entry of a weight from other entries (a norm over all parameters, a whole "
+            "matrix, a line search), but a rank holds only some entries. Use an optimizer that "
+            "updates each entry from its own gradient and states."
         )
     if by:
         yield (
-            f"without {', '.join(by)}. If the step is equal then, this code reads or changes "
-            "gradients or weights, but a rank holds only a part of them. To clip gradients, use "
-            "Trainer(gradient_clip_val=...)."
+            f"to remove {', '.join(by)}. If the difference is gone with that, this code reads or "
+            "changes gradients or weights, but a rank holds only a part of them. To clip "
+            "gradients, use Trainer(gradient_clip_val=...)."
         )
     if difference.kind == "handed":
         return
     yield (
-        "to print the learning rate and the other options of the optimizer: one that depends on "
-        f"the number of processes (here {found.sizes.world_size}) has to be that of one process, "
-        "since all ranks together train one model on one batch."
+        "to print the learning rate and the other options of the optimizer. None of them may "
+        f"depend on the number of processes (here {found.sizes.world_size}), since all ranks "
+        "together train one model on one global batch."
     )
 
 
@@ -210,7 +216,8 @@ def find_causes(first: Difference | None, found: Findings) -> list[str]:
     if found.draws:
         return [
             "random numbers: the loss of one process depends on the seed although dropout is off, "
-            "so the module draws numbers that no layout can repeat; while verifying, leave them out"
+            "so the module draws random numbers that no layout can repeat. Remove them while you "
+            "verify"
         ]
     # Step 0 starts from equal weights, so there the kind of the difference points at its source.
     # Later steps show only that something went wrong before.
@@ -221,8 +228,10 @@ def find_causes(first: Difference | None, found: Findings) -> list[str]:
     if found.copies:
         return [f"copies of {found.copies[0]} differ between tensor-parallel ranks"]
     if first.kind == "weight":
-        return ["the optimizer: all gradients are equal, so its step depends on the layout"]
-    return ["something that the first step changes, such as a buffer or the optimizer's state"]
+        return [
+            "the optimizer: all gradients are equal, so the optimizer step depends on the layout"
+        ]
+    return ["a value that the first step changes, such as a buffer or a state of the optimizer"]
 
 
 def _causes_of_loss(found: Findings) -> Iterator[str]:
@@ -231,23 +240,24 @@ def _causes_of_loss(found: Findings) -> Iterator[str]:
     if sizes.context > 1:
         named = ", ".join(repr(keyword) for keyword in (found.positions or {}).values())
         if named:
-            yield f"masks: positions are given as {named}, so look at the mask of the attention"
+            yield f"masks: the plan passes positions as {named}, so check the mask of the attention"
         else:
             yield (
-                "local positions: the plan's positions={} says that the model needs none, but "
-                "then every context-parallel rank counts its tokens from 0. Name the keyword that "
-                "takes them: ParallelPlan(positions={'': 'position_ids'})"
+                "local positions: ParallelPlan(positions={}) says that the model needs no "
+                "positions, so every context-parallel rank counts its tokens from 0. Name the "
+                "argument that takes positions: ParallelPlan(positions={'': 'position_ids'})"
             )
     if sizes.tensor > 1:
         yield from missed_patterns(found)
         yield (
-            "a plan pattern: some module takes a shard for the whole or the whole for a shard; "
-            "compare lightning-par plan with how its modules follow each other"
+            "a wrong tensor style: some module uses a shard as if it were the whole tensor, or "
+            "the reverse. `lightning-par plan` prints the styles; compare them with the order of "
+            "the modules in the forward"
         )
     if sizes.data > 1 or sizes.pipeline > 1:
         yield (
             "a loss that is no mean over labels or samples (a product, an auxiliary loss over the "
-            "batch): parts of the batch cannot be added up"
+            "batch), so it cannot be computed from the losses of parts of the batch"
         )
 
 
@@ -259,8 +269,9 @@ def _causes_of_gradient(first: Difference, found: Findings) -> Iterator[str]:
         style = found.styles.get(name.rpartition(".")[0])
         yield (
             f"a gradient that is not summed: {name}{rest} has the style {style!r}, but every "
-            "tensor-parallel rank computes a part of its gradient. Use "
-            "'replicated_with_grad_allreduce', or 'sequence_parallel' if it works on tokens"
+            "tensor-parallel rank computes a part of its gradient. Use the style "
+            "'replicated_with_grad_allreduce', or 'sequence_parallel' if the module computes each "
+            "token separately"
         )
         return
     if found.copies:
@@ -284,8 +295,8 @@ def missed_patterns(found: Findings) -> list[str]:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [
-        f"a missed plan pattern: no tensor style matches {names[0]}{more}. Give its module one in "
-        "ParallelPlan(tensor=...)"
+        f"a missed plan pattern: no pattern in ParallelPlan(tensor=...) matches {names[0]}{more}. "
+        "Give its module a tensor style there"
     ]
 
 
@@ -297,9 +308,9 @@ def causes_of_dropout(copies: Sequence[str]) -> list[str]:
     """
     return [
         "dropout drawn differently per rank: everything is equal without dropout, but with it the "
-        f"copies of {name} get different gradients on the tensor-parallel ranks. What every "
-        "rank computes alike has to draw the same numbers: do not seed by rank, and give the "
-        "module a style that says what it works on"
+        f"copies of {name} get different gradients on the tensor-parallel ranks. Ranks that "
+        "compute the same have to draw the same random numbers. Do not seed by rank, and give the "
+        "module the tensor style that fits its input"
         for name in copies[:1]
     ]
 
@@ -366,7 +377,7 @@ class StepReport:
         elif self.equal:
             lines = [f"{of} equals that of one process."]
         else:
-            what = self.difference or "copies of a gradient differ between ranks"
+            what = self.difference or "the ranks have different copies of a gradient"
             lines = [f"{of} differs from the same step on one process: {what}."]
         if self.difference is not None:
             lines.append(f"Compared: {_COMPARED[self.difference.kind]}")
@@ -384,42 +395,43 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
     kind = "gradient" if difference is None else difference.kind
     if kind == "start":
         yield (
-            "the way of the weights to the ranks: a shard at the wrong place, copies that each "
-            "rank has drawn for itself, or a part of a checkpoint that was not loaded."
+            "wrong weights at the start of the step: a rank got a wrong shard, ranks have drawn "
+            "their copies of a weight separately, or a part of a checkpoint was not loaded."
         )
     elif found.is_own or found.copies:
         named = f" ({', '.join(found.copies[:3])})" if found.copies else ""
-        whose = ", and that of rank 0 is of its own samples" if found.is_own else ""
+        whose = ", and the gradient of rank 0 is that of its own samples" if found.is_own else ""
         yield (
-            f"a missing all-reduce: gradients differ between ranks{named}{whose}. Every parameter "
-            "has to belong to what averages gradients, and the last backward before an update has "
-            "to run outside of no_sync() (require_backward_grad_sync=True)."
+            f"a missing all-reduce: gradients differ between ranks{named}{whose}. The strategy "
+            "has to average the gradients of all parameters, and the last backward before an "
+            "update has to run outside of no_sync() (require_backward_grad_sync=True)."
         )
     elif kind in ("loss", "gradient") and found.draws:
         yield (
-            "random numbers besides dropout: one process draws different ones. Draw them where the "
-            "data is made, or from a generator that is seeded by the sample."
+            "random numbers besides dropout: one process draws different numbers. Draw them in "
+            "the dataset or collate_fn, or from a generator that is seeded by the sample."
         )
     elif found.are_parts:
         yield from _causes_of_parts(difference, found)
     elif kind in ("loss", "gradient"):
         by = f" by the factor {difference.factor:.4g}" if difference and difference.factor else ""
         yield (
-            f"the strategy computes something else than the module{by}, and no mean over the parts "
-            f"of the batch on its {found.replicas} replicas: a style that treats a shard as the "
-            "whole tensor, or omits or repeats a sum over ranks; or a sum of gradients where the "
-            "mean is needed."
+            f"the result of the strategy differs{by} both from that of the module and from the "
+            f"mean over its {found.replicas} replicas. A tensor-parallel style uses a shard as if "
+            "it were the whole tensor, or omits or repeats a sum over ranks; or gradients are "
+            "summed where their mean is needed."
         )
     elif kind == "handed" and found.clips:
         yield (
-            "clipping by the norm of a shard: each rank divides by the norm of what it holds. The "
-            "squares of the norms have to be summed over the ranks first."
+            "clipping by the norm of a shard: each rank divides by the norm of its own gradients. "
+            "Sum the squares of the norms over the ranks first."
         )
     else:
         yield (
-            "an optimizer or a hook that computes a norm or a sum over entries of several ranks, "
-            "or uses the number of ranks. Each rank holds a part of the weights: use one that "
-            "works entry by entry, or let it gather what it reads."
+            "an optimizer or a hook that computes a norm or a sum over entries of a weight, or "
+            "uses the number of ranks. Each rank holds only a part of the weights. Use an "
+            "optimizer that updates each entry from its own gradient and states, or gather whole "
+            "tensors first."
         )
 
 
@@ -429,25 +441,27 @@ def _causes_of_parts(difference: Difference | None, found: Elsewhere) -> Iterato
     if found.norms:
         more = f" and {len(found.norms) - 1} more" if found.norms[1:] else ""
         yield (
-            f"BatchNorm: {found.norms[0]}{more} normalizes over the samples of one rank, on one "
-            "process over the whole batch. Statistics have to be summed over the ranks: "
-            "Trainer(sync_batchnorm=True), or SyncBatchNorm."
+            f"BatchNorm: {found.norms[0]}{more} normalizes over the samples of one rank; on one "
+            "process it normalizes over the whole batch. Use Trainer(sync_batchnorm=True) or "
+            "SyncBatchNorm."
         )
     elif math.isclose(got * found.replicas, wanted, rel_tol=1e-4):
         yield (
-            "a sum over the samples, of which the strategy takes the mean over the ranks. Multiply "
-            f"the loss by their number, {found.replicas}, or let it be a mean."
+            "a loss that is a sum over the samples, while the strategy averages it over the "
+            f"ranks. Multiply the loss by the number of ranks, {found.replicas}, or compute a "
+            "mean over the samples."
         )
     else:
         for what, counts in found.counts.items():
             yield (
                 f"a mean of means: the ranks have {', '.join(map(str, counts))} {what}, but the "
-                "strategy averages their losses alike. Divide the sum of the losses of a rank by "
-                f"the mean number of {what} over the ranks, from an all-reduce."
+                "strategy averages their losses with equal weights. On each rank divide the sum "
+                f"of its losses by the mean number of {what} of all ranks (by an all-reduce)."
             )
         if not found.counts:
             yield (
-                "a loss that is no mean over samples that weigh alike: samples that are compared "
-                "with each other, statistics or products over the batch, weights of classes. Let "
-                "it gather over the ranks what it takes over the batch (all_gather with gradients)."
+                "a loss that is not a mean with equal weights over the samples: it compares "
+                "samples with each other, uses statistics or products over the batch, or class "
+                "weights. Gather these values over the ranks (all_gather with gradients) before "
+                "the loss is computed."
             )

@@ -102,14 +102,16 @@ class EvaluationProof:
         self._met.add(key)
         loader = f", loader {args[2]}" if len(args) > 2 else ""
         which = f"the first batch of {name}{loader}"
-        reason = "replicas may predict unequal numbers of batches."
+        reason = "replicas may have different numbers of batches to predict."
         if name != "predict_step" or model.mesh.sizes.data == 1:
             run = reason_of_run(self._skeleton, model.module)
             if isinstance(self._skeleton, Skeleton) and self._skeleton.too_large:
                 run = f"{self._skeleton.too_large}."
             if not run and model.resolved.plan.batch.local_statistics:
-                run = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
-            alone = "each replica runs the step on its own samples, as the log says."
+                run = (
+                    "BatchLayout(local_statistics=True) allows statistics over a part of the batch."
+                )
+            alone = "each replica runs the step on its own samples, as an earlier log line says."
             reason = from_first(run or (alone if known.is_of_replica else ""))
         if reason:
             self._leave(which, reason)
@@ -253,9 +255,9 @@ class _Comparison:
             raise CannotProveError(f"the step failed on one process with {kind}: {error}")
         batches = self.judge.given.batches[0]
         if parts is None:
-            raise CannotProveError("what it computes cannot be sent to rank 0")
+            raise CannotProveError("its results cannot be sent to rank 0")
         if len(batches) < len(parts):
-            raise CannotProveError("a replica has no sample of its own in it")
+            raise CannotProveError("a replica has no sample in this batch")
         tolerance = self.judge.tolerance
         found = list(self._measure(parts, metrics, tolerance))
         difference = first_beyond(found)
@@ -263,10 +265,12 @@ class _Comparison:
             if self.one.draws:
                 raise CannotProveError("the step draws random numbers")
             if tolerance.loss > _SIXTEEN_BITS:
-                raise CannotProveError(f"in 16 bits, {difference}, which may be a rounding")
+                raise CannotProveError(
+                    f"{difference}, which may be a rounding error of 16-bit numbers"
+                )
             return self.judge.explain(difference, draws=False, step=which)
         if not found:
-            raise CannotProveError("it logs and returns nothing that can be compared")
+            raise CannotProveError("it neither logs nor returns a value that can be compared")
         return None
 
     def _measure(
@@ -279,29 +283,39 @@ class _Comparison:
         for name, wanted in self.one.logs.items():
             calls = [held.get(name, []) for held in logged]
             if name in self.told:
-                self.notes.append(f"{name!r} differs on replicas, as a warning says")
+                self.notes.append(f"{name!r} differs between replicas, as a warning says")
             elif any(len(made) != len(wanted) for made in calls):
-                self.notes.append(f"{name!r} is not logged as often on one process")
+                self.notes.append(f"{name!r} is logged a different number of times on one process")
             elif len(parts) > 1 and not calls[0][0][-1]:
-                self.notes.append(f"{name!r} is logged without sync_dist, so of one replica")
+                self.notes.append(
+                    f"{name!r} is logged without sync_dist, so it is the value of one replica"
+                )
             else:
                 got = [_reduced(turn) for turn in zip(*calls, strict=True)]
                 yield from measure_values("log", name, got, wanted, tolerance)
         for name in self.one.metrics.keys() & metrics.keys():
             if OF_METRIC + name in self.told:
-                self.notes.append(f"the metric {name!r} differs on replicas, as a warning says")
+                self.notes.append(
+                    f"the metric {name!r} differs between replicas, as a warning says"
+                )
                 continue
             got, wanted = (tree_leaves(held[name]) for held in (metrics, self.one.metrics))
             yield from measure_values("metric", name, got, wanted, tolerance)
         outputs = [tree_leaves(output) for _, output in parts]
         wanted = tree_leaves(self.one.output)
         if any(len(output) != len(wanted) for output in outputs):
-            self.notes.append("what it returns is not compared, as ranks have parts of it")
+            self.notes.append(
+                "the values that it returns are not compared, since each rank has only a part of "
+                "them"
+            )
             return
         got = list(map(self._joined, zip(*outputs, strict=True)))
         pairs = [(g, w) for g, w in zip(got, wanted, strict=True) if g is not None]
         if len(pairs) < sum(isinstance(w, int | float | Tensor) for w in wanted):
-            self.notes.append("numbers that it returns are of a replica's samples")
+            self.notes.append(
+                "numbers that it returns are not compared, since they are computed from the "
+                "samples of one replica"
+            )
         if pairs:
             got, wanted = map(list, zip(*pairs, strict=True))
             yield from measure_values("output", "", got, wanted, tolerance)

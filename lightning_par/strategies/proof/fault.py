@@ -35,8 +35,8 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 __all__ = ["find_fault", "passing_fault"]
 
 _END = (
-    "The run ends after this step, and nothing of it was saved. Resume from the last checkpoint "
-    "without that device. verify=False turns the comparison off."
+    "The run ends after this step, and no checkpoint of it was saved. Resume from the last "
+    "checkpoint without that device. verify=False turns the comparison off."
 )
 
 
@@ -107,16 +107,17 @@ def passing_fault(judge: Judge) -> str:
         judge: What has compared it.
     """
     return (
-        f"{_differed(judge)} Repeated from the same weights, the step is equal: a device made an "
-        f"error once, and which device cannot be told. {_END}"
+        f"{_differed(judge)} Repeated from the same weights, the step is equal, so a device made "
+        f"an error once. Which device made it is not known. {_END}"
     )
 
 
 def _of_copies(judge: Judge, copies: str) -> str:
     return (
-        f"{_differed(judge)} Copies of weights or buffers differ: {copies}. Either the memory of a "
-        "device is faulty; or code writes to them on some ranks only, such as a callback inside of "
-        f"`if trainer.is_global_zero`: write on every rank. If no code does: {_END}"
+        f"{_differed(judge)} Copies of weights or buffers differ: {copies}. If code writes to "
+        "them on some ranks only, such as a callback inside of `if trainer.is_global_zero`, "
+        "change it to write on every rank. If there is no such code, the memory of a device is "
+        f"faulty. {_END}"
     )
 
 
@@ -166,8 +167,8 @@ def _judge_both(
     comes_again = judge.judge_again(mesh)
     if comes_again is not None:
         again = (
-            "the same forward and backward, taken again from the same weights, differs again: it "
-            "is the software, and no device."
+            "the same forward and backward, repeated from the same weights, differs again, so the "
+            "cause is the software and not a device."
         )
         text = judge.explain(difference, draws=before.draws, step=judge.step, again=again)
         return text, False
@@ -181,8 +182,8 @@ def _judge_both(
     hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in names))
     said = f"one of the ranks {', '.join(map(str, names))}" if names[1:] else f"rank {names[0]}"
     text = (
-        f"{_differed(judge)} Repeated from the same weights, the step is equal: a device made an "
-        f"error once, the device of {said} (host {hosts}), as {why}. {_END}"
+        f"{_differed(judge)} Repeated from the same weights, the step is equal, so a device made "
+        f"an error once. It is the device of {said} (host {hosts}), since {why}. {_END}"
     )
     return text, True
 
@@ -197,12 +198,16 @@ def _suspects(
     of_gradients = {rank.part for rank in ranks if _holds(rank, changes)} or parts
     whys = []
     if of_loss != replicas:
-        whys.append("only the loss of this replica has changed")
+        whys.append("only the loss of its replica differs between the two runs of the step")
     if of_gradients != parts:
-        whys.append("only gradients of this part of the model have changed")
+        whys.append(
+            "only gradients of its part of the model differ between the two runs of the step"
+        )
     numbered = enumerate(ranks)
     found = [n for n, r in numbered if r.replica in of_loss and r.part in of_gradients]
-    return found, " and ".join(whys) or "no number has changed on some of them only"
+    return found, " and ".join(whys) or (
+        "the differences between the two runs of the step do not single out a rank"
+    )
 
 
 def _has_other_loss(rank: _Rank, tolerance: Tolerance) -> bool:

@@ -127,7 +127,9 @@ class Judge:
             CannotProveError: That is not known.
         """
         if not self._has_valid_labels:
-            raise CannotProveError("no label of its batch counts, for which one process gives NaN")
+            raise CannotProveError(
+                "its batch has no label that counts, for which the loss of one process is NaN"
+            )
         is_later = self.given.start.is_later
         feeds = all(g is not None for g in self.noted.gradients[-1:])
         if feeds:
@@ -139,13 +141,15 @@ class Judge:
         if lost is not None:
             return Differs(text=lost, kind="write")
         if self.options.gradient_compression is not None and not is_later:
-            self.notes.append("gradients, which are compressed, are not compared")
+            self.notes.append("gradients are not compared, since they are compressed")
         difference = self._compare_backwards(one)
         if difference is not None and not one.draws:
             return self._explain(difference, one)
         update = self._compare_update(one) if feeds else None
         if not feeds and not is_later:
-            self.notes.append("gradients and the update, which are on the host, are not compared")
+            self.notes.append(
+                "gradients and the update are not compared, since they are in CPU memory"
+            )
         if update is not None:
             return self._explain(update, replace(one, draws=False))
         if difference is not None:
@@ -179,10 +183,10 @@ class Judge:
             return
         if self.given.start.learns:
             raise CannotProveError(
-                "no weight moved in it, although gradients are not zero and a learning rate is not "
-                "either. Do the optimizers hold the parameters of the module?"
+                "no weight changed in it, although neither the gradients nor the learning rates "
+                "are zero. Check that the optimizers hold the parameters of the module"
             )
-        self.notes.append("no update is compared, as every learning rate is 0")
+        self.notes.append("the update is not compared, since every learning rate is 0")
 
     def _lost_write(self, one: StepRecord) -> str | None:
         """Return what is wrong with a forward that writes to a parameter of which ranks hold parts.
@@ -195,11 +199,12 @@ class Judge:
             if isinstance(held[name], DTensor) if name in held else divided:
                 return (
                     f"the forward of {name.rpartition('.')[0] or 'the module'} writes to its "
-                    f"parameter {name}, of which ranks hold parts: the forward computes with a "
-                    "copy, in which the write is lost. Compute with the new value instead of "
-                    "writing it, as F.linear(x, F.normalize(self.weight)) or "
-                    "torch.nn.utils.parametrize does, or write to it in on_train_batch_end, entry "
-                    "by entry. The run ends after this step, and nothing of it was saved."
+                    f"parameter {name}, but this parameter is sharded: the forward uses a "
+                    "gathered copy, and the write to the copy is lost. Compute with the new value "
+                    "instead of writing it to the parameter, as in F.linear(x, "
+                    "F.normalize(self.weight)) or torch.nn.utils.parametrize. Or write to the "
+                    "parameter in on_train_batch_end, each entry separately. The run ends after "
+                    "this step, and no checkpoint of it was saved."
                 )
         return None
 
@@ -346,7 +351,9 @@ class Judge:
             padded = cut_replica(whole, sizes, replica)
             alone, longer = (self.loss_of(batch) for batch in (part, padded))
             if not abs(alone - longer) <= self.tolerance.loss * max(1.0, abs(alone)):
-                raise CannotProveError(f"{reason}, and padding them changes the loss")
+                raise CannotProveError(
+                    f"{reason}, and padding the batches to one length changes the loss"
+                )
         return whole
 
     def loss_of(self, batch: Any, number: int = 0) -> float:
@@ -394,15 +401,15 @@ class Judge:
     def _why_no_update(self, one: StepRecord) -> str:
         """Return why the update is not compared; empty: it is."""
         if not self.noted.is_finite:
-            return "the update is not compared, as the loss or a gradient is not finite"
+            return "the update is not compared, since the loss or a gradient is not finite"
         dtypes = {t.dtype for t in self.given.start.tensors.values()}
         if self.model.host is not None and torch.float16 in dtypes:
-            return "the update, which the host computes in float32, is not compared"
+            return "the update is not compared, since the CPU computes it in float32"
         if self.given.start.continues and not one.restored:
-            return "the update, which continues loaded states, is not compared"
+            return "the update is not compared, since it continues from loaded optimizer states"
         if self.skeleton.problems and not self.given.start.is_later:
             left = "; ".join(self.skeleton.problems)
-            return f"the update is not compared, as callbacks cannot be copied ({left})"
+            return f"the update is not compared, since callbacks cannot be copied ({left})"
         return ""
 
     @property

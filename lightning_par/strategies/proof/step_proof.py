@@ -192,7 +192,10 @@ class StepProof:
         if not reason and layout.local_statistics:
             reason = why_not_parted(module)
         if not reason and getattr(plugin, "scaler", None) is not None:
-            reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
+            reason = (
+                "16-mixed scales the loss and skips steps whose gradients overflow, so there may "
+                "be no update to compare."
+            )
         return reason
 
     def _outside(self, module: pl.LightningModule) -> Callable[[], None]:
@@ -380,8 +383,9 @@ class StepProof:
         if self._options.verify == "first_step":
             raise VerificationError(
                 "LP804",
-                f'verify="first_step": {self.outcome} verify="auto" trains on without the proof, '
-                "and says so.",
+                'verify="first_step" ends a run whose first step cannot be compared with one '
+                f'process. {self.outcome} With verify="auto" the run trains without this '
+                "comparison, and logs the reason.",
             )
 
     def _compare(self, model: ParallelModel) -> CannotProveError | VerificationError | None:
@@ -435,8 +439,8 @@ class StepProof:
             return VerificationError("LP801", verdict.text)
         if verdict is None:
             self._note_part(
-                f"loss and gradients of one batch, by blocks and without dropout, as "
-                f"{self._by_blocks}; neither hooks nor the update"
+                "only loss and gradients of one batch were compared, block by block and without "
+                f"dropout, since {self._by_blocks}; hooks and the update were not compared"
             )
         return verdict
 
