@@ -71,7 +71,8 @@ class ActivationCheckpointing(pl.Callback):
         problems += _selection_problems(mode, operations, parts, per_stage)
         names, unknown = resolve_operations(operations or ())
         problems += [
-            f"operations: torch has no operation {name!r}; write it as in 'mm' or 'aten.mm.default'"
+            f"operations= names {name!r}, but torch has no operation of that name. Write names "
+            "such as 'mm' or 'aten.mm.default'"
             for name in unknown
         ]
         raise_problems(ConfigurationError, "LP902", problems)
@@ -120,14 +121,18 @@ def _value_problems(mode: Any, every: Any, offload: Any, per_stage: Any) -> list
         problems.append(f"offload={offload!r} must be 'cpu' or None.")
     listed = isinstance(per_stage, Sequence) and not isinstance(per_stage, str)
     if per_stage not in (None, "auto") and not (listed and all(m in MODES for m in per_stage)):
-        problems.append(f"per_stage={per_stage!r} must be 'auto', or list {valid} for every stage.")
+        problems.append(
+            f"per_stage={per_stage!r} must be 'auto', or a list with {valid} for each stage."
+        )
     return problems
 
 
 def _selection_problems(mode: Any, operations: Any, parts: Any, per_stage: Any) -> list[str]:
     problems = []
     if operations is not None and parts is not None:
-        problems.append("operations= and parts= are two ways to select; give one of them.")
+        problems.append(
+            "operations= and parts= both select what is recomputed. Pass only one of them."
+        )
     if isinstance(operations, str):
         problems.append(f"operations={operations!r} must be a list, as in [{operations!r}].")
     if isinstance(parts, str) and parts != "plan":

@@ -90,8 +90,9 @@ class ExpertBalance(Callback):
         if not any(_gather(trainer, len(_routers(pl_module)))):
             raise ConfigurationError(
                 "LP917",
-                f"ExpertBalance: {type(pl_module).__name__} has no Router of lightning_par.models. "
-                "Remove the callback, or train a MixtralModule.",
+                "the callback ExpertBalance needs a Router of lightning_par.models, but "
+                f"{type(pl_module).__name__} has none. Remove the callback, or train a "
+                "MixtralModule.",
             )
         for router in _routers(pl_module).values():
             router.record = None

@@ -41,7 +41,7 @@ class FirstStepProof(Callback):
     def __init__(self, *, on_difference: Literal["warn", "raise"] = "warn") -> None:
         if on_difference not in ("warn", "raise"):
             raise ConfigurationError(
-                "LP902", f"on_difference={on_difference!r}: use 'warn' or 'raise'."
+                "LP902", f"on_difference={on_difference!r} must be 'warn' or 'raise'."
             )
         self.on_difference = on_difference
         self.report: StepReport | None = None

@@ -63,7 +63,8 @@ class IslandMonitor(Callback):
         if not isinstance(strategy, MeshStrategy) or strategy.islands is None:
             raise ConfigurationError(
                 "LP917",
-                f"IslandMonitor: {type(strategy).__name__} trains no islands. Give it outer=, use "
+                "the callback IslandMonitor needs a strategy with islands, but "
+                f"{type(strategy).__name__} has no outer=. Pass outer= to the strategy, use "
                 "strategy='islands', or remove the callback.",
             )
         self.exchanges, self._logged = strategy.islands.exchanges, 0

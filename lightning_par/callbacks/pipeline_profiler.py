@@ -64,8 +64,8 @@ class PipelineProfiler(Profiler):
         super().on_train_start(trainer, pl_module)
         if mesh_strategy(trainer).sizes.pipeline == 1:
             rank_zero_warn(
-                "PipelineProfiler: pipeline_parallel_size is 1, so there is no pipeline to time. "
-                "The report shows the steps only."
+                "the callback PipelineProfiler has no pipeline to measure, since "
+                "pipeline_parallel_size is 1. Its report shows only the times of steps."
             )
 
     @override
@@ -120,8 +120,8 @@ class PipelineProfiler(Profiler):
         # An optional dependency: its absence must not fail a run that has trained.
         if find_spec("matplotlib") is None:
             rank_zero_warn(
-                "PipelineProfiler: timeline.png was not drawn, since matplotlib is not installed. "
-                'Install it with: pip install "lightning-par[plot]"'
+                "the callback PipelineProfiler did not draw timeline.png, since matplotlib is not "
+                'installed. Install it with: pip install "lightning-par[plot]"'
             )
             return
         pipeline = _pipelines(recording, records)[0]

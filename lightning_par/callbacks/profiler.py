@@ -203,7 +203,7 @@ def mesh_strategy(trainer: pl.Trainer) -> MeshStrategy:
     if not isinstance(strategy, MeshStrategy):
         raise ConfigurationError(
             "LP903",
-            f"the profilers read the mesh of lightning_par, but the Trainer's strategy is "
+            "the profilers need a strategy of lightning_par, but the Trainer's strategy is "
             f"{type(strategy).__name__}. Use strategy='hybrid3d', 'pipeline_1f1b' or "
             "'tensor_parallel', which also run on one device.",
         )
@@ -225,7 +225,7 @@ class Profiler(Callback):
 
     def __init__(self, *, folder: str | Path | None = None, keep_steps: int = 3) -> None:
         if keep_steps < 1:
-            raise ConfigurationError("LP902", f"keep_steps={keep_steps}: use 1 or more.")
+            raise ConfigurationError("LP902", f"keep_steps={keep_steps} must be 1 or more.")
         self.keep_steps = keep_steps
         self._given = folder
         self._folder: Path | None = None

@@ -73,13 +73,15 @@ class SampleText(Callback):
         if min(every_n_epochs, steps, max_new_tokens) < 1:
             raise ConfigurationError(
                 "LP912",
-                "SampleText needs numbers of 1 or more; got "
-                f"every_n_epochs={every_n_epochs}, every_n_steps={every_n_steps}, "
+                "SampleText needs every_n_epochs, every_n_steps and max_new_tokens of 1 or more, "
+                f"but got every_n_epochs={every_n_epochs}, every_n_steps={every_n_steps}, "
                 f"max_new_tokens={max_new_tokens}.",
             )
         if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             raise ConfigurationError(
-                "LP912", "SampleText needs a tokenizer for prompts that are text."
+                "LP912",
+                "SampleText needs a tokenizer, since a prompt is a text. Pass tokenizer=, or "
+                "prompts of token ids.",
             )
         self.prompts, self.tokenizer, self.seed = list(prompts), tokenizer, seed
         self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
@@ -97,7 +99,10 @@ class SampleText(Callback):
         """Raise if no module generates, or if a prompt has no token."""
         _writer(pl_module)
         if not all(len(self._encode(prompt)) for prompt in self.prompts):
-            raise ConfigurationError("LP912", "SampleText: a prompt has no token.")
+            raise ConfigurationError(
+                "LP912",
+                "SampleText got a prompt without tokens. Pass prompts with at least one token.",
+            )
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -175,7 +180,7 @@ def _writer(module: nn.Module) -> Any:
             return part
     raise ConfigurationError(
         "LP917",
-        f"SampleText: neither {type(module).__name__} nor a module in it has a method generate. "
-        "Give it one: generate(input_ids, max_new_tokens=...) returns the prompt and the new "
-        "tokens, [B, T]; or remove the callback.",
+        f"SampleText needs a method generate, but neither {type(module).__name__} nor a submodule "
+        "has one. Add generate(input_ids, max_new_tokens=...), which returns the prompt and the "
+        "new tokens as a tensor [B, T]; or remove the callback.",
     )

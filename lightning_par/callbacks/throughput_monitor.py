@@ -62,8 +62,8 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         if peak_flops is not None and peak_flops <= 0:
             raise ConfigurationError(
                 "LP902",
-                f"peak_flops={peak_flops}: use the FLOP/s of one device, such as 989e12, or leave "
-                "it out.",
+                f"peak_flops={peak_flops} must be the peak FLOP/s of one device, such as 989e12. "
+                "Correct it, or leave it out.",
             )
         self.peak_flops, self._tokens = peak_flops, tokens
         self._started: float | None = None

@@ -139,7 +139,11 @@ def as_profile(
 def _content(path: Path) -> dict[str, Any]:
     """Return what the file holds, or an empty profile."""
     if not path.parent.is_dir():
-        raise ConfigurationError("LP905", f"--out {path}: there is no folder {path.parent}.")
+        raise ConfigurationError(
+            "LP905",
+            f"--out {path} cannot be written, since the folder {path.parent} does not exist. "
+            "Create it.",
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return {
@@ -148,7 +152,9 @@ def _content(path: Path) -> dict[str, Any]:
         }
     except (AttributeError, ValueError, TypeError) as error:
         raise ConfigurationError(
-            "LP905", f"--out {path}: holds no device profiles ({error}); name another file."
+            "LP905",
+            f"--out {path} exists already, but is no file of device profiles ({error}). Use "
+            "another file name.",
         ) from error
 
 

@@ -33,7 +33,9 @@ def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
         shtab = importlib.import_module("shtab")
     except ImportError as error:
         raise ConfigurationError(
-            "LP909", "the scripts are written by shtab, which is not installed: pip install shtab"
+            "LP909",
+            "completion scripts need the package shtab, which is not installed. Install it "
+            "with: pip install shtab",
         ) from error
     print(shtab.complete(whole_parser(), shell=shell))
 

@@ -20,7 +20,9 @@ def explain(code: list[str]) -> None:
     unknown = [each for each in codes if each not in known]
     if unknown:
         hint = nearest(unknown[0], known)
-        raise ConfigurationError("LP905", f"{', '.join(unknown)} is no code{hint}")
+        raise ConfigurationError(
+            "LP905", f"{', '.join(unknown)} is no error code of lightning_par{hint}"
+        )
     if codes:
         print("\n\n".join(fill(str(known[each])) for each in codes))
         return

@@ -64,15 +64,18 @@ def _problems(
 ) -> Iterator[str]:
     is_file = out.suffix in (".safetensors", ".ckpt")
     if is_folder and is_file:
-        yield f"--out {out}: --format huggingface writes a folder; give its name."
+        yield (
+            f"--out {out} is the name of a file, but --format huggingface writes a folder. Use "
+            "the name of a folder."
+        )
     if is_folder and (below or trust):
-        yield "--below and --trust are for files: leave them out."
+        yield "--below and --trust are not supported with --format huggingface. Leave them out."
     if is_folder and max_shard_gb <= 0:
         yield f"--max-shard-gb {max_shard_gb} must be more than 0."
     if not is_folder and not is_file:
         yield (
-            f"--out {out}: the name has to end in .safetensors (weights) or .ckpt (everything, for "
-            "a plain Trainer)."
+            f"--out {out} has to end in .safetensors, which exports the weights, or in .ckpt, "
+            "which exports the whole checkpoint for a Trainer without lightning_par."
         )
     if not is_folder and out.suffix == ".ckpt" and below:
-        yield "--below is for weights: use it with --out NAME.safetensors."
+        yield "--below selects weights, so it needs --out NAME.safetensors."

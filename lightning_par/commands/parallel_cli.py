@@ -134,8 +134,8 @@ class ParallelCLI(LightningCLI):
             hint = nearest(name, known, cutoff=0.6, otherwise="")
             raise ConfigurationError(
                 "LP904",
-                f"trainer.strategy={name!r} is not registered{hint}\n"
-                f"Registered are: {', '.join(known)}.",
+                f"trainer.strategy={name!r} is not registered{hint}\nThe registered strategies "
+                f"are {', '.join(known)}.",
             )
 
 

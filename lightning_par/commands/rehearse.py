@@ -62,7 +62,7 @@ def rehearse(
     if not isinstance(number, int) or number < 1:
         raise ConfigurationError(
             "LP905",
-            f"trainer.devices={number!r} is no number of devices; say how many with --devices.",
+            f"trainer.devices={number!r} is no number of devices. Pass the number with --devices.",
         )
     arguments, ranks = [f"--config={config}", *fit], [rank]
     if all_distinct:
@@ -120,7 +120,9 @@ def _make(
         try:
             run = configure([*arguments, *overrides], on_meta=False, plugins=[environment])
         except SystemExit as ended:
-            text = "the arguments of fit have the mistake that is told above."
+            text = (
+                "the arguments of fit have the error that is printed above. Correct the arguments."
+            )
             raise ConfigurationError("LP905", text) from ended
     run.trainer.callbacks.append(observer)  # type: ignore[attr-defined]
     return run.trainer, run.model, run.datamodule

@@ -164,8 +164,8 @@ def _place_on_cpu(trainer: Mapping[str, Any]) -> dict[str, Any]:
     if accelerator not in ("auto", "cpu") and not torch.accelerator.is_available():
         raise ConfigurationError(
             "LP905",
-            f"trainer.devices={number!r} is no number of devices, and this machine has none for "
-            f"trainer.accelerator={accelerator!r}; say how many, as by --trainer.devices=8.",
+            f"trainer.devices={number!r} is no number of devices, and this machine has no device "
+            f"of trainer.accelerator={accelerator!r}. Pass a number, such as --trainer.devices=8.",
         )
     return {}
 
@@ -215,7 +215,11 @@ def read_settings(config: str | Path) -> dict[str, Any]:
     """
     path = Path(config)
     if not path.is_file():
-        raise ConfigurationError("LP905", f"--config {path}: there is no such file.")
+        raise ConfigurationError(
+            "LP905",
+            f"--config {path} names a file that does not exist. Pass the path of a configuration "
+            "file.",
+        )
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     for held in (settings, settings.get("trainer") or {}):
         for name in {"model", "data", "strategy", "callbacks"} & held.keys():

@@ -105,8 +105,9 @@ def _read(config: str, length: int | None) -> dict[str, Any]:
     if given.get("data", {}) is None:
         raise ConfigurationError(
             "LP905",
-            "data: null leaves the samples of a batch to the model, and a layout sets them: move "
-            "the loader into a data module whose constructor takes batch_size.",
+            "with data: null the model makes the data loader, so a layout cannot set its batch "
+            "size. Move the loader into a data module whose constructor has an argument "
+            "batch_size.",
         )
     if length:
         given.setdefault("data", {}).setdefault("init_args", {})["length"] = length
@@ -143,14 +144,15 @@ def _check_tries(tries: int, seconds: float, nodes: int) -> None:
     if tries < 0 or seconds <= 0:
         raise ConfigurationError(
             "LP902",
-            f"--try {tries} --try-seconds {seconds:g}: use 0 or more layouts, and more than 0 "
-            "seconds for each.",
+            f"--try {tries} must be 0 or more layouts, and --try-seconds {seconds:g} must be more "
+            "than 0 seconds for each layout.",
         )
     if tries and nodes > 1:
         raise ConfigurationError(
             "LP905",
-            f"--try {tries} trains on this machine, and --nodes {nodes} are more: leave --try out, "
-            "and run the first layouts with fit --trainer.max_steps=8 there.",
+            f"--try {tries} trains layouts on this machine, but --nodes {nodes} asks for several "
+            "machines. Leave --try out, and train the first layouts on those machines with fit "
+            "--trainer.max_steps=8.",
         )
 
 

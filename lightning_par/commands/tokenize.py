@@ -39,7 +39,7 @@ def tokenize(
         parts = encode_files(_shown(files, bar), encoder, key=key, end=end)
         count = write_token_file(out, parts, vocab_size=size, documents=True)
     if not count:
-        raise ConfigurationError("LP910", f"{paths} hold no text; name files that do.")
+        raise ConfigurationError("LP910", f"{paths} contain no text. Pass files with text.")
     print(f"{out}: {count:,} tokens of {len(files)} files, {size:,} in the vocabulary")
 
 

@@ -28,9 +28,12 @@ def read_fields(kind: type[Options], given: Mapping[str, Any], option: str) -> O
         hint = nearest(unknown[0], known, cutoff=0.6)
         raise ConfigurationError(
             "LP901",
-            f"{option} has no {', '.join(map(repr, unknown))}: it takes {', '.join(known)}{hint}",
+            f"{option} has no field {', '.join(map(repr, unknown))}. Its fields are "
+            f"{', '.join(known)}{hint}",
         )
     try:
         return kind(**given)
     except TypeError as error:  # a field without a default
-        raise ConfigurationError("LP902", f"{option}={dict(given)!r}: {error}.") from error
+        raise ConfigurationError(
+            "LP902", f"{option}={dict(given)!r} is not complete: {error}. Pass the missing fields."
+        ) from error

@@ -32,9 +32,9 @@ def chunk_loss(model: Any, *, chunk_size: int | None = None) -> None:
     if type(head) is not nn.Linear:
         raise ConfigurationError(
             "LP902",
-            f"chunk_loss: the head of {type(model).__name__} is {type(head).__name__}, and logits "
-            "in chunks need an nn.Linear. Call it on a model for causal or masked language "
-            "modeling, before adapters are added.",
+            "chunk_loss() needs a model whose head is an nn.Linear, but the head of "
+            f"{type(model).__name__} is {type(head).__name__}. Call chunk_loss() on a model for "
+            "causal or masked language modeling, before adapters are added.",
         )
     # Its class and not a wrapper: a copy of the model has a head of its own.
     chunked: Any = head

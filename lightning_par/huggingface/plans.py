@@ -24,14 +24,14 @@ _OPTIONAL = ("attention_mask", "position_ids", "token_type_ids")
 _SHIFTED = "shift_labels"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CURE = (
-    "Use one replica and, under a pipeline, num_microbatches=1 (accumulate_grad_batches divides as "
-    "on one process)."
+    "Use data_parallel_size=1 and, under a pipeline, num_microbatches=1 (accumulate_grad_batches "
+    "stays possible: it divides batches as on one process)."
 )
 _PASTE = (
-    "Or declare it by hand: give your LightningModule a method\n"
-    "    def parallel_plan(self):\n"
-    "        plan = lightning_par.huggingface.derive_plan(self.model)\n"
-    "        return dataclasses.replace(plan, {}refusals={{}}).under('model')\n"
+    "Or declare a plan yourself: give your LightningModule a method\n    def "
+    "parallel_plan(self):\n        plan = "
+    "lightning_par.huggingface.derive_plan(self.model)\n        return dataclasses.replace(plan, "
+    "{}refusals={{}}).under('model')\n"
 )
 
 
@@ -90,14 +90,14 @@ def derive_plan(model: Any) -> ParallelPlan:
     name = type(model).__name__
     if _has_liger_loss(model):
         refusals["tensor"] = (
-            f"{name} computes its loss by a kernel of Liger, which reads the whole head, and a "
-            "rank has a part of it. Call apply_liger_kernel_to_...(fused_linear_cross_entropy="
-            "False), which keeps the norms, MLPs and rotary embeddings of Liger; the loss is then "
-            "computed from logits that stay divided."
+            f"{name} computes its loss by a kernel of Liger that reads the whole weight of the "
+            "head, but each rank holds only a part of this weight. Call "
+            "apply_liger_kernel_to_...(fused_linear_cross_entropy=False), which keeps the norms, "
+            "MLPs and rotary embeddings of Liger. The loss is then computed from sharded logits."
         )
     if blocks is None:
         refusals["pipeline"] = (
-            f"{name} has no list of blocks, so nothing says where it can be cut. "
+            f"{name} has no list of blocks, so it cannot be cut into pipeline stages. "
             + _PASTE.format("blocks='...', ")
         )
     plan = _with(plan, refusals=refusals)
@@ -178,27 +178,29 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
     name, config = type(model).__name__, model.config
     if stacks > 1:
         return (
-            f"{name} attends from one list of blocks to another with different tokens. Use "
-            "context_parallel_size=1."
+            f"{name} has cross-attention between two lists of blocks with different tokens, which "
+            "context parallelism does not support. Use context_parallel_size=1."
         )
     if getattr(config, "output_router_logits", False):
         return (
-            f"{name} adds an auxiliary loss of its routers, a product of means over all tokens "
-            "that no rank sees. Set output_router_logits=False in its configuration."
+            f"{name} adds an auxiliary loss of its routers, a product of means over all tokens, "
+            "but no rank has all tokens. Set output_router_logits=False in the configuration of "
+            "the model."
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return (
-            f"{name} limits attention to chunks of {config.attention_chunk_size} tokens by its own "
-            "mask, which is not applied to divided sequences. Set layer_types to 'full_attention' "
-            "for all layers in its configuration if no sequence is longer."
+            f"{name} limits attention to chunks of {config.attention_chunk_size} tokens by its "
+            "own mask, which context parallelism does not apply. If no sequence is longer than "
+            "that, set layer_types to 'full_attention' for all layers in the configuration of the "
+            "model."
         )
     window = getattr(config, "sliding_window", None)
     is_used = window is not None and getattr(config, "use_sliding_window", True)
     if is_used and not _gives_window(model):
         return (
-            f"{name} limits attention to sliding_window={window} tokens by its own mask, which is "
-            "not applied to divided sequences. Set sliding_window=None in its configuration if no "
-            "sequence is longer."
+            f"{name} limits attention to sliding_window={window} tokens by its own mask, which "
+            "context parallelism does not apply. If no sequence is longer than that, set "
+            "sliding_window=None in the configuration of the model."
         )
     return None
 
@@ -266,23 +268,27 @@ def _why_whole_batch(model: Any) -> str | None:
     if getattr(config, "output_router_logits", False):
         return (
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens of "
-            f"a batch. Set output_router_logits=False in its configuration. {_CURE}"
+            "a batch, which cannot be computed from parts of the batch. Set "
+            f"output_router_logits=False in the configuration of the model. {_CURE}"
         )
     # CLIP and its kind: a contrastive loss.
     if isinstance(getattr(model, "logit_scale", None), nn.Parameter) and hasattr(
         config, "vision_config"
     ):
-        return f"{name} compares every sample of a batch with every other. {_CURE}"
+        return (
+            f"{name} compares every sample of a batch with every other, so its loss cannot be "
+            f"computed from parts of the batch. {_CURE}"
+        )
     sums = getattr(config, "ctc_loss_reduction", None) == "sum"
     if sums and type(model).__name__.endswith("CTC"):
         return (
-            f"{name} gives the sum of the losses of the samples, not their mean. Set "
-            f"ctc_loss_reduction='mean' in its configuration. {_CURE}"
+            f"{name} returns the sum of the losses of the samples, not their mean. Set "
+            f"ctc_loss_reduction='mean' in the configuration of the model. {_CURE}"
         )
     normalized = [n for n, m in model.named_modules() if isinstance(m, _NORMS)]
     if normalized:
         return (
-            f"{name} normalizes by the statistics of a batch ({normalized[0]} is a BatchNorm). "
-            f"{_CURE}"
+            f"{name} normalizes with statistics over the batch ({normalized[0]} is a BatchNorm), "
+            f"so a part of the batch gives a different result. {_CURE}"
         )
     return None

@@ -72,8 +72,8 @@ class InBlockStyles:
         self._given = self._plan_of(model, blocks)
         if not self._given:
             self.problems.append(
-                f"transformers has no tensor-parallel plan for {self._name} "
-                f"(model_type {model.config.model_type!r}), and this package knows none."
+                "neither transformers nor lightning_par has a tensor-parallel plan for "
+                f"{self._name} (model_type {model.config.model_type!r})."
             )
             return
         modules = _named_modules(model, blocks)
@@ -133,9 +133,15 @@ class InBlockStyles:
         given = self._style_of(fqn)
         if given is not None:
             if given == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) != 3:
-                self.problems.append(f"{fqn} is not called with tokens, their experts and weights.")
+                self.problems.append(
+                    f"the forward of {fqn} does not have the three arguments tokens, expert "
+                    "indices and expert weights."
+                )
             if given not in _OURS:
-                self.problems.append(f"{fqn} has the style {given!r}, which is not supported.")
+                self.problems.append(
+                    f"the plan of transformers gives {fqn} the style {given!r}, which "
+                    "lightning_par does not support."
+                )
             return _OURS.get(given)
         # Before the rules for the rest: a factor is inside of what is gathered.
         adapted = self._adapter_style(fqn)
@@ -150,8 +156,8 @@ class InBlockStyles:
         if "norm" in type(module).__name__.lower() and not around:
             return "sequence_parallel"
         self.problems.append(
-            f"{fqn} ({type(module).__name__}) has parameters and no style in the plan of "
-            f"{self._name}."
+            f"{fqn} ({type(module).__name__}) has parameters, but no style in the tensor-parallel "
+            f"plan of {self._name}."
         )
         return None
 

@@ -81,7 +81,7 @@ def infer_here(
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     step: str = "training_step",
-    without_example: str = "nothing says what its forward takes; pass example=",
+    without_example: str = "the arguments of its forward are not known; pass example=",
     blocks: Sequence[str] = (),
 ) -> ParallelPlan:
     """Return the plan as `infer_plan` does, in this process.
@@ -151,19 +151,18 @@ def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
         return plan.as_code()
     stacked = [name for name in gathered if _stacks_three(name, model)]
     why = (
-        "If that is an attention that reshapes to a fixed width, reshape(b, t, -1) there keeps "
-        "heads apart."
+        "If the code after one of them is attention that reshapes its output to a fixed width, "
+        "write reshape(b, t, -1) instead, so that the heads can stay sharded."
     )
     if stacked:
         why = (
-            f"{', '.join(stacked)} stacks three parts, as query, key and value, and chunk(3) cuts "
-            "them by the whole width: give each part a Linear of its own. Behind the attention "
-            "reshape(b, t, -1) keeps heads apart."
+            f"{', '.join(stacked)} computes query, key and value in one Linear, and chunk(3) "
+            "needs its whole output. Use one Linear for each of the three, and write reshape(b, "
+            "t, -1) after the attention, so that the heads can stay sharded."
         )
     return (
-        f"{plan.as_code()}\n"
-        f"The outputs of {', '.join(gathered)} are gathered, as code behind them wants their whole "
-        f"width. {why}"
+        f"{plan.as_code()}\nThe outputs of {', '.join(gathered)} are gathered, since the code "
+        f"after them needs their whole width. {why}"
     )
 
 
@@ -202,7 +201,7 @@ def _find_trace(
             continue
         if trace.result:
             return trace, ""
-        reason = f"its {step} gives no tensor"
+        reason = f"its {step} returns no tensor"
     if mistake is not None:
         raise mistake
     return None, f"{' '.join(reason.split())[:400]}."
@@ -264,8 +263,9 @@ class _Styles:
                 if reader is None or not inside or any(b.startswith(dot) for b in blocks):
                     by = "the step itself" if reader is None else f"the forward of {reader or 'it'}"
                     self.refusal = (
-                        f"The parameter {value.name} is read by {by} and not by the forward of its "
-                        "own module, where alone it stands for this rank's part."
+                        f"The parameter {value.name} is read by {by} and not by the forward of "
+                        "its own module. Only that forward can compute with a shard of the "
+                        "parameter."
                     )
                     return frozenset()
                 self._own_styles[reader] = "replicated_inside"

@@ -84,9 +84,12 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
     normalized = [n for n, m in model.named_modules() if _keeps_batch_statistics(m)]
     if normalized:
         return Cut(
-            refusal=f"{normalized[0]} ({type(model.get_submodule(normalized[0])).__name__}) takes "
-            "statistics over the batch, but a pipeline computes on micro-batches: the result would "
-            "differ. Use data parallelism, or a norm over a sample (GroupNorm, LayerNorm)."
+            refusal=(
+                f"{normalized[0]} ({type(model.get_submodule(normalized[0])).__name__}) computes "
+                "statistics over the batch, but a pipeline computes on micro-batches, so the "
+                "result would differ. Use data parallelism, or a normalization over each sample "
+                "(GroupNorm, LayerNorm)."
+            )
         )
     chosen = _sized_by_values(trace)
     found: list[tuple[tuple[bool, float, int], Cut]] = []
@@ -96,7 +99,9 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
         try:
             cut = _cut(model, trace, containers, names)
             if any(value in chosen for call in trace.calls_of(names[1]) for value in call.inputs):
-                raise _UncuttableError("how many rows its blocks get is chosen by values")
+                raise _UncuttableError(
+                    "the number of rows that its blocks get depends on values of tensors"
+                )
         except _UncuttableError as error:
             size = sum(_size(model.get_submodule(fqn)) for fqn in containers)
             # Several containers are refused where each alone is, whose reasons say more.
@@ -116,7 +121,7 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
         return min(found, key=lambda pair: pair[0])[1]
     if refused:
         _, fqn, reason = max(refused)
-        return Cut(refusal=f"{fqn}: {reason}. So nothing says where the model can be cut.")
+        return Cut(refusal=f"{fqn} cannot be cut into pipeline stages: {reason}.")
     return Cut(
         refusal=f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential), "
         "so it cannot be cut into stages. Put its blocks into one list that its forward calls in "
@@ -239,7 +244,7 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
         # Later stages have a stand-in for it, which can be called, and not be taken apart.
         is_used = any(where for name, where in used.items() if name.startswith(f"{unit}."))
         if place == "first" and is_used and not trace.calls_of(unit):
-            raise _UncuttableError(f"{unit} is used before the blocks, but not by calling it")
+            raise _UncuttableError(f"{unit} is used before the blocks, but not called as a module")
     return cut
 
 
@@ -277,7 +282,7 @@ def _block_calls(trace: Trace, names: Sequence[str]) -> list[Call]:
         if len(made) != 1:
             how = "is not called" if not made else f"is called {len(made)} times"
             raise _UncuttableError(
-                f"its block {name} {how} in a step, and a pipeline passes through each block once"
+                f"its block {name} {how} in a step, but a pipeline runs each block once"
             )
         calls += made
     # In the order in which the container lists them: a pipeline has no other.
@@ -285,7 +290,7 @@ def _block_calls(trace: Trace, names: Sequence[str]) -> list[Call]:
         raise _UncuttableError("its blocks are not called in their order")
     # Blocks that several modules call cannot be left out of one of them.
     if len({c.outer for c in calls}) > 1:
-        raise _UncuttableError("its blocks are not called from one place")
+        raise _UncuttableError("its blocks are called by different modules")
     return calls
 
 
@@ -378,7 +383,7 @@ class _Flow:
                 labels = {kind for v in operation.inputs for kind, _ in self._label(v)}
                 if labels & {"hidden", "side", "inner"} and self._before_the_end(index):
                     raise _UncuttableError(
-                        "the step reads a number of an activation between blocks"
+                        "the step converts an activation to a Python number between blocks"
                     )
         for index, call in enumerate(self.calls):
             for value in call.inputs:
@@ -418,7 +423,7 @@ class _Flow:
         if label == "owned":
             raise _UncuttableError(f"a parameter of {name} is used {where}")
         if label == "unknown":
-            raise _UncuttableError(f"a tensor that is made out of sight is used {where}")
+            raise _UncuttableError(f"a tensor of unknown origin is used {where}")
 
     def _label(self, value: Value, reader: Operation | None = None) -> frozenset[_Label]:
         """Return what a value outside of the blocks depends on, back to outputs of blocks."""

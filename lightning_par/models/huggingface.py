@@ -54,13 +54,16 @@ class HuggingFaceModule(L.LightningModule):
             import transformers
         except ImportError as error:
             raise ConfigurationError(
-                "LP909", "HuggingFaceModule needs transformers 5 or newer."
+                "LP909",
+                "HuggingFaceModule needs transformers 5 or newer. Install it with: pip "
+                "install -U transformers",
             ) from error
         if not hasattr(transformers, f"AutoModelFor{task}"):
             raise ConfigurationError(
                 "LP902",
-                f"task={task!r}: transformers has no AutoModelFor{task}; use CausalLM, MaskedLM, "
-                "SequenceClassification or another.",
+                f"task={task!r} is not supported, since transformers has no class "
+                f"AutoModelFor{task}. Use 'CausalLM', 'MaskedLM', 'SequenceClassification' or "
+                "another task that transformers has.",
             )
         self.save_hyperparameters()
         self.config, self.overrides, self.task = config, overrides or {}, task

@@ -105,8 +105,8 @@ class LanguageModule(L.LightningModule):
             value = getattr(data, name, None)
             if isinstance(value, int) and value > limit:
                 problems.append(
-                    f"the data has {name}={value}, but the model has {name}={limit}; "
-                    f"pass overrides={{{name!r}: {value}}} to the model."
+                    f"the data has {name}={value}, but the model has {name}={limit}. Pass "
+                    f"overrides={{{name!r}: {value}}} to the model."
                 )
         raise_problems(ConfigurationError, "LP912", problems)
 

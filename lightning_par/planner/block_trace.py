@@ -141,7 +141,9 @@ def _traced(
     try:
         return run_forked(lambda: trace_shape(module, plan, example(), *args, **options))
     except ForkError as error:
-        raise ConfigurationError("LP907", f"the step was not traced: {error}") from None
+        raise ConfigurationError(
+            "LP907", f"the step of the model could not be traced: {error}"
+        ) from None
 
 
 def trace_shape(
@@ -168,12 +170,12 @@ def trace_shape(
     if plan.experts:
         raise ConfigurationError(
             "LP907",
-            f"{name} routes tokens to experts, and a trace cannot tell how much each expert "
-            "computes. Give the model an attribute `config` with its sizes, such as "
-            "MixtralConfig",
+            f"the time of {name} cannot be predicted from a trace of its step, since it routes "
+            "tokens to experts and the work of each expert is not known. Give the model an "
+            "attribute `config` that holds its sizes, such as MixtralConfig",
         )
     resolved = resolve_plan(model, plan)
-    recorder, samples, reason = None, 1, "nothing says what its forward takes"
+    recorder, samples, reason = None, 1, "what its forward takes as input is not known"
     for run, given in runs_of(model, example):
         recorder = StepRecorder(model, resolved, backward=backward)
         try:
@@ -186,9 +188,9 @@ def trace_shape(
     if recorder is None:
         raise ConfigurationError(
             "LP907",
-            f"no step of {name} could be traced ({reason}). Give it data with a sample to look "
-            "at, or set example_input_array; or a `config` with the sizes of a transformer, such "
-            "as GPTConfig",
+            f"no step of {name} could be traced, so its time cannot be predicted ({reason}). Pass "
+            "data with at least one sample, or set example_input_array; or give the model an "
+            "attribute `config` that holds the sizes of a transformer, such as GPTConfig",
         )
     return _shape(model, resolved, recorder, samples, length)
 

@@ -49,8 +49,9 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         names = ", ".join([*missing, *(["max_length"] if length is None else [])])
         raise ConfigurationError(
             "LP907",
-            f"{type(config).__name__} has no {names}: only transformers of equal blocks can be "
-            "predicted. Give a length, or a configuration with these fields.",
+            f"the configuration {type(config).__name__} has no {names}, so it does not describe a "
+            "transformer of equal blocks, whose time can be predicted. Pass a length, or use a "
+            "configuration with these fields.",
         )
     activation = _first(config, ("activation", "hidden_act")) or ""
     # transformers' gated models name SiLU; GPT-2 and BERT name GELU.
@@ -88,8 +89,8 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
     if not configs:
         raise ConfigurationError(
             "LP907",
-            f"no module of {name} has a `config` with the sizes of a transformer of equal blocks, "
-            "such as GPTConfig",
+            f"no module of {name} has an attribute `config` that holds the sizes of a transformer "
+            "of equal blocks, such as GPTConfig",
         )
     shape = read_shape(configs[0], length)
     held = sum(parameter.numel() for parameter in module.parameters())
@@ -97,8 +98,8 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
     if not 1 / _ALIKE < held / shape.parameters < _ALIKE:
         raise ConfigurationError(
             "LP907",
-            f"{type(configs[0]).__name__} describes {shape.parameters:,} weights, but {name} has "
-            f"{held:,}: it is no transformer of equal blocks",
+            f"{type(configs[0]).__name__} describes a transformer with {shape.parameters:,} "
+            f"weights, but {name} has {held:,}, so it is no transformer of equal blocks",
         )
     return shape
 

@@ -76,8 +76,9 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
     if name not in devices:
         raise ConfigurationError(
             "LP908",
-            f"device {name!r} has no profile{_alike(name, devices)} There are: "
-            f"{', '.join(sorted(devices))}; lightning-par calibrate measures another one.",
+            f"there is no profile of the device {name!r}{_alike(name, devices)} The devices with "
+            f"a profile are {', '.join(sorted(devices))}. To make a profile of another device, "
+            "run lightning-par calibrate on it.",
         )
     entry = devices[name]
     raise_problems(ConfigurationError, "LP908", list(_problems(name, entry, networks)))
@@ -163,14 +164,16 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             "LP908",
-            f"the profile {path} cannot be read: {error}. Make one with "
-            "`lightning-par calibrate --out FILE`.",
+            f"the device profile {path} cannot be read: {error}. Make one with `lightning-par "
+            "calibrate --out FILE`.",
         ) from error
     found = content.get("devices") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise ConfigurationError(
             "LP908",
-            f"the profile {path} needs an object 'devices': name -> object with its numbers.",
+            f"the profile {path} has no valid entry 'devices', a JSON object that maps the name "
+            "of each device to an object with its numbers. Make a profile with `lightning-par "
+            "calibrate --out FILE`.",
         )
     return dict(content)
 
@@ -205,7 +208,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             "LP908",
-            f"device {name}: its calibration cannot be read ({error}); write it again by "
+            f"the calibration of the device {name} cannot be read ({error}). Write it again with "
             "lightning-par calibrate.",
         ) from error
     return Calibration(
@@ -236,14 +239,17 @@ def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) 
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             yield f"device {name}: {key}={value!r} must be a number greater than 0."
         elif not entry.get(f"{key}_source"):
-            yield f"device {name}: {key}={value!r} has no {key}_source; say where it is from."
+            yield (
+                f"device {name}: {key}={value!r} has no {key}_source. Add it: a text that says "
+                "where the number is from."
+            )
     for key in ("link", "network"):
         network = networks.get(entry.get(key, ""), {})
         if not network:
             near = nearest(entry.get(key), networks, otherwise="; use one of networks.")
             yield f"device {name}: {key}={entry.get(key)!r} is no network{near}"
         elif not network.get("bandwidth", 0) > 0 or not network.get("source"):
-            yield f"network {entry[key]}: needs a bandwidth greater than 0 and a source."
+            yield f"network {entry[key]} needs a bandwidth greater than 0 and a source."
     known = {*_NUMBERS, *_OPTIONAL, "link", "network", "accelerator", "note", "calibration"}
     for key in entry:
         if key.removesuffix("_source") not in known:

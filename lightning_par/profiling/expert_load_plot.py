@@ -45,7 +45,9 @@ def draw_expert_load(
     path = check_picture_path(path)
     if not loads or not steps:
         raise ConfigurationError(
-            "LP906", f"There is no load to draw: {len(loads)} layers at {len(steps)} times."
+            "LP906",
+            f"there is no load of experts to draw: it was recorded for {len(loads)} layers at "
+            f"{len(steps)} steps. Train at least one step with the callback ExpertBalance.",
         )
     experts = len(next(iter(loads.values()))[0])
     height = 1.2 + len(loads) * max(_MIN_BAND_INCHES, _INCHES_PER_EXPERT * experts)

@@ -25,7 +25,9 @@ def check_picture_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix not in _SUFFIXES:
         valid = ", ".join(_SUFFIXES)
-        raise ConfigurationError("LP906", f"path={str(path)!r}: the suffix must be one of {valid}.")
+        raise ConfigurationError(
+            "LP906", f"path={str(path)!r} must have one of the suffixes {valid}."
+        )
     return path
 
 
@@ -51,7 +53,9 @@ def picture_file(path: Path, size: tuple[float, float], *, font: float) -> Itera
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "LP909", 'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
+            "LP909",
+            "Drawing a picture needs matplotlib. Install it with: pip install "
+            '"lightning-par[plot]"',
         ) from error
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": font}):
         figure = Figure(figsize=size, dpi=150)

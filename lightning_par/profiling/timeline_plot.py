@@ -112,12 +112,15 @@ def plot_timeline(
 def _check(events_per_rank: Sequence[Sequence[TimedAction]], labels: Sequence[str] | None) -> None:
     if not any(events_per_rank):
         raise ScheduleError(
-            "LP906", "There is no event to draw. Run or simulate at least one action."
+            "LP906",
+            "the timeline of the pipeline is empty, so there is nothing to draw. Run or "
+            "simulate at least one action of a schedule.",
         )
     if labels is not None and len(labels) != len(events_per_rank):
         raise ScheduleError(
             "LP906",
-            f"{len(labels)} labels for {len(events_per_rank)} ranks. Give one label per rank.",
+            f"labels= has {len(labels)} entries, but the timeline has {len(events_per_rank)} "
+            "ranks. Pass one label for each rank.",
         )
 
 

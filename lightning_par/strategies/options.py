@@ -171,7 +171,7 @@ class MeshOptions:
         elif schedule not in (free := [name for name, row in SCHEDULES.items() if row.chosen]):
             problems.append(
                 f"virtual_pipeline_size={virtual} needs schedule={either(list(map(repr, free)))}; "
-                f"schedule={schedule!r} says by itself how many stages a rank holds."
+                f"schedule={schedule!r} itself determines how many stages a rank holds."
             )
         return problems
 
@@ -189,8 +189,8 @@ class MeshOptions:
         listed = isinstance(blocks, Sequence) and not isinstance(blocks, str)
         if blocks is not None and not (listed and all(map(_is_count, blocks))):
             problems.append(
-                f"stage_blocks={blocks!r} must list the number of blocks of every stage, "
-                "each 1 or more, as in [3, 4, 5]."
+                f"stage_blocks={blocks!r} must be a list with the number of blocks of each stage, "
+                "such as [3, 4, 5]. Each number has to be 1 or more."
             )
         return problems
 

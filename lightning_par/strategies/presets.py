@@ -187,8 +187,8 @@ class ZeROOffloadStrategy(MeshStrategy):
             if name in options:
                 raise UnknownOptionError(
                     "LP901",
-                    f"ZeROOffloadStrategy has no option {name!r}: give stage= and the options of "
-                    f"offloading by name, or use Hybrid3DStrategy({name}=...).",
+                    f"ZeROOffloadStrategy has no option {name!r}. Pass stage= and the options of "
+                    f"offloading directly, or use Hybrid3DStrategy({name}=...).",
                 )
         if stage not in (1, 2, 3):
             raise ConfigurationError("LP902", f"stage={stage!r} must be 1, 2 or 3.")

@@ -287,13 +287,14 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             "LP905",
-            f"rank {rank}: {num_nodes} x {devices} devices have the ranks 0 .. {world_size - 1}.",
+            f"rank={rank} does not exist: num_nodes={num_nodes} times devices={devices} have the "
+            f"ranks 0 to {world_size - 1}.",
         )
     if dist.is_initialized():
         raise ConfigurationError(
             "LP914",
-            "a rehearsal makes its own process group, but in this process there is one. Call "
-            "rehearse_apart(...), which uses a new process.",
+            "a rehearsal makes its own torch.distributed process group, but this process already "
+            "has a process group. Call rehearse_apart(...) instead, which runs in a new process.",
         )
     began, live = time.process_time(), WeightlessTensors()
     observer = StepObserver(live)
@@ -372,9 +373,9 @@ def _told(error: Exception) -> Exception:
     if "Autograd-and-Fork" in str(error):
         return ConfigurationError(
             "LP918",
-            "this process has computed gradients on a GPU, and the process of a rehearsal is a "
-            "copy of it, which torch then refuses gradients. Rehearse before that, or in a process "
-            "of its own, as `lightning-par rehearse` does.",
+            "this process has computed gradients on a GPU. A rehearsal runs in a fork of this "
+            "process, in which torch can then compute no gradients. Call the rehearsal before the "
+            "first gradient is computed, or in a new process, as `lightning-par rehearse` does.",
         )
     return RuntimeError("".join(traceback.format_exception(error)))
 
@@ -396,10 +397,14 @@ def _built(
             warnings.filterwarnings("ignore", "GPU available but not used")
             trainer, module, data = make(observer, environment)
     except MisconfigurationException as error:
-        raise ConfigurationError("LP918", f"make(): {error} {_cure(wanted)}") from error
+        raise ConfigurationError("LP918", f"make() failed: {error} {_cure(wanted)}") from error
     if not isinstance(trainer.strategy, MeshStrategy):
         name = type(trainer.strategy).__name__
-        raise ConfigurationError("LP903", f"the strategy is a {name}: name one of this package.")
+        raise ConfigurationError(
+            "LP903",
+            f"the strategy of the Trainer is a {name}, but a rehearsal needs a strategy of "
+            "lightning_par. Pass one, such as Hybrid3DStrategy(...).",
+        )
     on_cpu = isinstance(trainer.accelerator, CPUAccelerator)
     found = {
         "accelerator": "cpu" if on_cpu else type(trainer.accelerator).__name__,
@@ -420,8 +425,8 @@ def _built(
 def _cure(wanted: dict[str, Any]) -> str:
     given = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
     return (
-        "A rehearsal runs on the CPU, for runs on GPUs, too. Build "
-        f"Trainer({given}, callbacks=[observer], plugins=[environment], ...)."
+        f"A rehearsal runs on the CPU, also if the real run uses GPUs. Build Trainer({given}, "
+        "callbacks=[observer], plugins=[environment], ...)."
     )
 
 

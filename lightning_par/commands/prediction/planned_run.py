@@ -118,16 +118,17 @@ class PlannedRun:
             if self._batch_size is None:
                 raise ConfigurationError(
                     "LP905",
-                    "the samples of a batch are not known: the training data cannot be looked at "
-                    "here, and data.init_args has no batch_size. Write --samples N, those of a "
-                    "step on all replicas.",
+                    "the number of samples in a batch is not known: the training data cannot be "
+                    "loaded here, and data.init_args has no batch_size. Pass --samples N, the "
+                    "number of samples of a step on all replicas.",
                 )
             return self._batch_size
         if samples % (batches := sizes.data * accumulated):
             raise ConfigurationError(
                 "LP905",
-                f"--samples {samples}: {sizes.data} replicas with {accumulated} batches each take "
-                f"a multiple of {batches} samples a step.",
+                f"--samples {samples} cannot be divided equally: with {sizes.data} replicas and "
+                f"{accumulated} accumulated batches, the samples of a step have to be a multiple "
+                f"of {batches}.",
             )
         return samples // batches
 

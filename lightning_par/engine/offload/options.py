@@ -93,18 +93,21 @@ class OffloadOptions:
             yield f"offload_fraction={fraction!r} must be a number from 0 to 1."
         if fraction != 1 and self.delayed_update is not False:
             yield (
-                f"offload_fraction={fraction} with delayed_update={self.delayed_update}: the part "
-                "on the device would be a step ahead. Use one of them."
+                f"offload_fraction={fraction} is not supported with "
+                f"delayed_update={self.delayed_update}, since the part of the optimizer on the "
+                "device would be one step ahead of the delayed part on the CPU. Use only one of "
+                "these options."
             )
         if fraction != 1 and self.accumulate_on == "host":
             yield (
-                f"accumulate_on='host' with offload_fraction={fraction}: gradients of the part on "
-                "the device stay there. Use one of them."
+                f"accumulate_on='host' is not supported with offload_fraction={fraction}, since "
+                "gradients of the part on the device are accumulated there. Use only one of these "
+                "options."
             )
         if self.offload_parameters and (fraction != 1 or self.delayed_update is not False):
             yield (
-                "offload_parameters=True writes every parameter in place: it needs "
-                f"offload_fraction=1.0 and delayed_update=False, but they are {fraction} and "
+                "offload_parameters=True needs offload_fraction=1.0 and delayed_update=False, "
+                f"since it writes every parameter in place, but they are {fraction} and "
                 f"{self.delayed_update}."
             )
 

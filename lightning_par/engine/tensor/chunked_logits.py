@@ -70,7 +70,7 @@ class ChunkedLogits(VocabShardedLogits):
     bias: Tensor | None
     options: LossOptions
     what = "are computed in chunks"
-    instead = "use whole ones (chunked_loss=False)"
+    instead = "compute all logits at once (chunked_loss=False)"
 
     @staticmethod
     def make(
@@ -164,8 +164,9 @@ class ChunkedLogits(VocabShardedLogits):
         if func is Tensor.register_hook:
             raise ConfigurationError(
                 "LP902",
-                "register_hook on logits that are computed in chunks would never be called: their "
-                "gradient is never whole. Register it on the hidden states, or use whole ones "
+                "a hook was registered (register_hook) on logits that are computed in chunks. It "
+                "would never be called, since the gradient of all logits is never computed at "
+                "once. Register the hook on the hidden states, or compute all logits at once "
                 "(chunked_loss=False).",
             )
         if func in _CASTS:
@@ -332,9 +333,10 @@ def chunked_logits(
     if not isinstance(logits, ChunkedLogits):
         raise ConfigurationError(
             "LP902",
-            f"head={type(head).__name__} gives {type(logits).__name__}: logits in chunks need a "
-            "head that is one linear map, such as nn.Linear, and on a mesh one with the style "
-            "'vocab_head', 'colwise_gather_output' or 'replicated'. Use whole logits.",
+            f"head={type(head).__name__} returns {type(logits).__name__}, so its logits cannot be "
+            "computed in chunks. This needs a head that is one linear layer, such as nn.Linear; "
+            "with tensor parallelism its style has to be 'vocab_head', 'colwise_gather_output' or "
+            "'replicated'. Use such a head, or compute all logits at once.",
         )
     return logits
 

@@ -35,8 +35,9 @@ class BlendedCorpora(Dataset[dict[str, Tensor]]):
         if shares.shape != sizes.shape or (shares < 0).any() or (sizes[shares > 0] == 0).any():
             raise ConfigurationError(
                 "LP910",
-                f"weights={list(shares)} for corpora of {sizes.tolist()} samples: give one weight "
-                "of 0 or more for each, and 0 to one that has no sample.",
+                f"weights={list(shares)} do not fit corpora of {sizes.tolist()} samples. Pass one "
+                "weight of 0 or more for each corpus, and the weight 0 for a corpus without "
+                "samples.",
             )
         self._corpora, self._sizes = tuple(corpora), sizes
         exact = shares / max(shares.sum(), 1e-300) * sizes.sum()

@@ -106,7 +106,7 @@ class TextDataModule(L.LightningDataModule):
         if num_workers < 0:
             problems.append(f"num_workers={num_workers} must be 0 or more.")
         if weights is not None and len(weights) != len(paths or ()):
-            problems.append(f"weights={weights} must be one for each of paths={paths}.")
+            problems.append(f"weights={weights} must have one entry for each of paths={paths}.")
         raise_problems(ConfigurationError, "LP902", problems)
         self.save_hyperparameters()
         self.paths = paths
@@ -136,8 +136,9 @@ class TextDataModule(L.LightningDataModule):
         if len({*sizes}) > 1:
             raise ConfigurationError(
                 "LP910",
-                f"paths={self.paths} have vocabularies of {sizes} tokens; encode all with one "
-                "tokenizer, by `lightning-par tokenize --tokenizer ...`.",
+                f"paths={self.paths} were encoded with vocabularies of different sizes, {sizes} "
+                "tokens. Encode all of them with one tokenizer: `lightning-par tokenize "
+                "--tokenizer ...`.",
             )
         return found
 
@@ -195,9 +196,10 @@ class TextDataModule(L.LightningDataModule):
         if sampler.num_samples < self.batch_size:
             raise ConfigurationError(
                 "LP911",
-                f"the training split has {len(self._splits['train'])} samples of {self.max_length} "
-                f"tokens, too few for batch_size={self.batch_size} on {sampler.num_replicas} "
-                "replicas; use more text, or a smaller batch_size or length.",
+                f"the training split has {len(self._splits['train'])} samples of "
+                f"{self.max_length} tokens, which are too few for batch_size={self.batch_size} on "
+                f"{sampler.num_replicas} replicas. Use more text, or a smaller batch_size or "
+                "length.",
             )
         return sampler
 
@@ -274,7 +276,7 @@ class TextDataModule(L.LightningDataModule):
         if not len(self._splits[split]):
             raise ConfigurationError(
                 "LP911",
-                f"the {split} split has no sample of {self.max_length} tokens; use more text, a "
+                f"the {split} split has no sample of {self.max_length} tokens. Use more text, a "
                 "smaller length, or a larger validation_fraction and test_fraction.",
             )
         return DataLoader(

@@ -72,8 +72,9 @@ def write_token_file(
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < limit:
                 raise ConfigurationError(
                     "LP910",
-                    f"{path.name}: tokens {tokens.min()} .. {tokens.max()} do not fit 0 .. "
-                    f"{limit - 1} (dtype={dtype}, vocab_size={vocab_size}).",
+                    f"{path.name} has tokens from {tokens.min()} to {tokens.max()}, but they must "
+                    f"be from 0 to {limit - 1} (dtype={dtype}, vocab_size={vocab_size}). Use a "
+                    "larger dtype or vocab_size.",
                 )
             file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             count += tokens.size
@@ -104,7 +105,7 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
     if not path.is_file():
         raise ConfigurationError(
             "LP910",
-            f"paths: token file {str(path)!r} does not exist. Make it with `lightning-par "
+            f"the token file {str(path)!r} in paths= does not exist. Make it with `lightning-par "
             "tokenize TEXT --out FILE`.",
         )
     beside = path.with_suffix(".json")
@@ -115,8 +116,8 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
     if size != count * dtype.itemsize or not count:
         raise ConfigurationError(
             "LP910",
-            f"{path.name} has {size} bytes, but {count} tokens of {dtype.itemsize} bytes each "
-            "were expected; write it again with write_token_file().",
+            f"{path.name} has {size} bytes, but should hold {count} tokens of {dtype.itemsize} "
+            "bytes each. Write the file again with write_token_file().",
         )
     tokens = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     return cast(Tokens, tokens), described.get("vocab_size")
@@ -138,7 +139,7 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     if not beside.is_file():
         raise ConfigurationError(
             "LP910",
-            f"{Path(path).name} does not say where its documents end: write it with "
+            f"{Path(path).name} does not store where its documents end. Write the file with "
             "`lightning-par tokenize`, or with write_token_file(..., documents=True).",
         )
     ends: NDArray[np.int64] = np.load(beside, mmap_mode="r")
@@ -180,8 +181,8 @@ def split_ranges(
     if sum(counts) >= count:
         raise ConfigurationError(
             "LP911",
-            f"validation_fraction={validation} and test_fraction={test} leave nothing of "
-            f"{num_tokens} tokens to train on.",
+            f"validation_fraction={validation} and test_fraction={test} leave none of the "
+            f"{num_tokens} tokens for training. Use smaller fractions.",
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = (order[sum(counts) :], order[: counts[0]], order[counts[0] : sum(counts)])

@@ -75,8 +75,8 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise ConfigurationError(
                 "LP909",
-                f"tokenizer={name!r} needs the tokenizers library: pip install tokenizers; "
-                "tokenizer='bytes' needs nothing.",
+                f"tokenizer={name!r} needs the package tokenizers. Install it with pip install "
+                "tokenizers, or use tokenizer='bytes', which needs no package.",
             ) from error
         is_file = Path(name).is_file()
         load = tokenizers.Tokenizer.from_file if is_file else tokenizers.Tokenizer.from_pretrained
@@ -85,8 +85,9 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise ConfigurationError(
                 "LP910",
-                f"tokenizer={name!r} is no tokenizer.json file, and no model of that name could "
-                f"be loaded ({error}). Use 'bytes', a file, or the name of a model.",
+                f"tokenizer={name!r} is neither a tokenizer.json file nor the name of a model "
+                f"that could be loaded ({error}). Use 'bytes', the path of a file, or the name of "
+                "a model.",
             ) from error
 
     @property
@@ -141,7 +142,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         if not hits:
             raise ConfigurationError(
                 "LP910",
-                f"paths: {entry!r} names no text file; give a file, a folder with *.txt files or "
+                f"paths={entry!r} matches no text file. Pass a file, a folder with *.txt files or "
                 "a pattern such as 'folder/**/*.py'.",
             )
         found.update(dict.fromkeys(hits))
@@ -220,7 +221,7 @@ def _documents(file: Path, key: str) -> Iterator[tuple[bytes, str]]:
             if not isinstance(text, str):
                 raise ConfigurationError(
                     "LP910",
-                    f"{file}, line {number}: no JSON object with a text under {key!r}; name "
-                    "another key, or leave the line out.",
+                    f"{file}, line {number} is not a JSON object with a text in its field "
+                    f"{key!r}. Pass the name of another field, or remove the line.",
                 )
             yield text.encode(), ""

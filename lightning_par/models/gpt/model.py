@@ -165,8 +165,9 @@ class GPT(nn.Module):
         if length > self.config.max_length:
             raise ConfigurationError(
                 "LP912",
-                f"{length} tokens do not fit the learned positions of a model with "
-                f"max_length={self.config.max_length}; shorten the input or raise max_length.",
+                f"the input has {length} tokens, but the model has learned positions for "
+                f"max_length={self.config.max_length} tokens only. Shorten the input, or use a "
+                "larger max_length.",
             )
 
     @torch.no_grad()
@@ -200,8 +201,9 @@ class GPT(nn.Module):
         if temperature < 0 or (top_k is not None and top_k < 1) or input_ids.shape[1] < 1:
             raise ConfigurationError(
                 "LP912",
-                f"generate() needs temperature >= 0, top_k >= 1 or None, and 1 token or more; got "
-                f"temperature={temperature}, top_k={top_k}, {input_ids.shape[1]} tokens.",
+                "generate() needs temperature >= 0, top_k >= 1 or None, and a prompt of 1 token "
+                f"or more, but got temperature={temperature}, top_k={top_k} and "
+                f"{input_ids.shape[1]} tokens.",
             )
         was_training = self.training
         self.eval()

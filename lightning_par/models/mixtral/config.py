@@ -72,7 +72,9 @@ class MixtralConfig(GPTConfig):
             if getattr(self, name) != only:
                 problems.append(f"{name}={getattr(self, name)!r} must be {only!r}.")
         if self.bias:
-            problems.append("bias=True: the experts have no biases; use False.")
+            problems.append(
+                "bias=True is not supported, since the experts have no biases. Use bias=False."
+            )
         raise_problems(ConfigurationError, "LP912", problems)
         super().__post_init__()
 
@@ -87,13 +89,13 @@ class MixtralConfig(GPTConfig):
             )
         if self.routing == "switch" and self.experts_per_token != 1:
             problems.append(
-                f"routing='switch' sends a token to one expert; use experts_per_token=1, not "
-                f"{self.experts_per_token}."
+                "routing='switch' sends each token to one expert, but "
+                f"experts_per_token={self.experts_per_token}. Use experts_per_token=1."
             )
         if self.routing == "expert_choice" and self.balance != "none":
             problems.append(
-                f"balance={self.balance!r} with routing='expert_choice', which is even by itself; "
-                "use balance='none'."
+                f"balance={self.balance!r} is not supported with routing='expert_choice', which "
+                "always balances the experts. Use balance='none'."
             )
         if self.capacity_factor <= 0:
             problems.append(f"capacity_factor={self.capacity_factor} must be greater than 0.")

@@ -105,15 +105,23 @@ class Choice:
         return mode != "none" and kept == Recomputation(mode=mode)
 
     def __str__(self) -> str:
-        left_out = f" Left out before it: {self.left_out}" if self.left_out else ""
+        left_out = (
+            (f" A layout that was preferred is not possible: {self.left_out}")
+            if self.left_out
+            else ""
+        )
         if self.predicted is None:
             return (
-                f"auto_parallel chose {self.layout}, without a prediction: {self.reason}. Replicas "
-                f"come first, then what shards their state, then what divides the model.{left_out}"
+                f"auto_parallel chose {self.layout} without a prediction of its time, since "
+                f"{self.reason}. In this case it prefers replicas, then ZeRO sharding, then "
+                f"layouts that divide the model.{left_out}"
             )
-        lines = [f"auto_parallel chose {_describe(self.predicted)}, by the profile {self.profile}"]
+        lines = [
+            f"auto_parallel chose {_describe(self.predicted)}, predicted with the device profile "
+            f"{self.profile}"
+        ]
         if self.runner_up is not None:
-            lines.append(f"before {_describe(self.runner_up)}")
+            lines.append(f"the next best layout is {_describe(self.runner_up)}")
         return "; ".join(lines) + "." + left_out
 
 

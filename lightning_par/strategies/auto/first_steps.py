@@ -106,7 +106,7 @@ class FirstSteps:
         assert predicted is not None
         pairs = {f"a step takes {seconds:.3g} s": (seconds, predicted.time.seconds, "s", 1.0)}
         if peak:
-            needed = f"the fullest rank holds {peak / 2**20:.4g} MiB"
+            needed = f"the rank with the most memory in use holds {peak / 2**20:.4g} MiB"
             pairs[needed] = (peak, predicted.memory.peak, "MiB", 2.0**20)
         texts = [
             f"{text}, predicted {guess / unit:.4g} {name} ({guess / real - 1:+.0%})"
@@ -118,11 +118,12 @@ class FirstSteps:
     def _advice(self) -> str:
         if self._choice.is_measured:
             return (
-                f" The profile {self._choice.profile!r} was measured: did the machine do something "
-                "else then, or does it now? Data that come late count, too, in accumulated batches."
+                f" The device profile {self._choice.profile!r} was measured on a machine. Other "
+                "programs may have used the machine then, or use it now. With accumulated batches "
+                "the time also includes waiting for data."
             )
         return (
-            f" The profile {self._choice.profile!r} is that of a datasheet, and another layout may "
-            "be faster here. Measure this machine by lightning-par calibrate --out mine.json, and "
-            "pass profile='mine.json'."
+            f" The device profile {self._choice.profile!r} has the numbers of a datasheet, so "
+            "another layout may be faster on this machine. Measure the machine with lightning-par "
+            "calibrate --out mine.json, and pass profile='mine.json'."
         )

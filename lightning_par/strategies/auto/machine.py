@@ -57,8 +57,9 @@ def _own(path: str) -> DeviceProfile:
     if chosen is None:
         raise ConfigurationError(
             "LP908",
-            f"profile={path!r} has the devices {', '.join(names) or 'of the shipped file only'}: "
-            f"which is meant? Leave one of them, or call it {_CALIBRATED!r}.",
+            f"profile={path!r} does not say which device to use: its devices are "
+            f"{', '.join(names) or 'those of the shipped file only'}. Keep one device in the "
+            f"file, or name the device to use {_CALIBRATED!r}.",
         )
     return load_profile(chosen, path)
 
@@ -73,8 +74,9 @@ def _of_gpu(name: str, memory: float) -> str:
     if not found:
         raise ConfigurationError(
             "LP908",
-            f"there is no profile of {name!r}{nearest(name.lower(), device_names(), otherwise='.')}"
-            " Measure it by lightning-par calibrate --out mine.json and pass profile='mine.json', "
-            f"or name the one of a similar GPU: {', '.join(device_names())}.",
+            "there is no profile of "
+            f"{name!r}{nearest(name.lower(), device_names(), otherwise='.')} Measure this GPU "
+            "with lightning-par calibrate --out mine.json and pass profile='mine.json', or pass "
+            f"the profile of a similar GPU: {', '.join(device_names())}.",
         )
     return min(found, key=lambda known: abs(load_profile(known).memory - memory))

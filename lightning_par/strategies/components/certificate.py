@@ -113,7 +113,7 @@ def _write(made: Certificate, folder: str) -> None:
         with files.open(f"{folder}/{CERTIFICATE}", "w") as file:
             file.write(made.to_json())
     except Exception as error:  # whatever a file system raises: the run itself is over
-        _logger.warning("the certificate of the run cannot be written into %s: %s", folder, error)
+        _logger.warning("the certificate of the run cannot be written to %s: %s", folder, error)
 
 
 def _hash_weights(model: ParallelModel) -> dict[str, Any]:

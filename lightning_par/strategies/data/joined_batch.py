@@ -140,7 +140,7 @@ def _join_tensors(values: list[Tensor], sizes: Sequence[int], path: str, layout:
         if all(v.shape == first.shape and torch.equal(v, first) for v in values):
             return first
         raise CannotJoinError(
-            f"{path or 'the batch'} has no batch dim, and differs between replicas"
+            f"{path or 'the batch'} has no batch dim and differs between the replicas"
         )
     if any(v.shape[1:] != first.shape[1:] for v in values):
         if layout is None:

@@ -243,9 +243,9 @@ class ReplicaLoaders:
             len(given)
         except (TypeError, NotImplementedError):
             rank_zero_warn(
-                "the sampler of the data loader has no length, so that its samples are not divided "
-                "among the islands, and each island gets all of them. Divide them by "
-                "trainer.strategy.distributed_sampler_kwargs, which has rank and num_replicas."
+                "the sampler of the data loader has no length, so its samples are not divided "
+                "over the islands, and each island uses all of them. Divide the samples with "
+                "trainer.strategy.distributed_sampler_kwargs, which holds rank and num_replicas."
             )
             return dataloader
         strategy: Any = self._module.trainer.strategy
@@ -302,8 +302,9 @@ class ReplicaLoaders:
         self._quiet.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
         rank_zero_info(
-            f"The epoch goes on after batch {batches.before}, which the checkpoint has seen last. "
-            "On one device Lightning's Trainer would begin it again."
+            f"The epoch continues after batch {batches.before}, the last batch before the "
+            "checkpoint was saved. On one device Lightning's Trainer would start the epoch from "
+            "its beginning."
         )
 
     def _cursor_of(self, dataloader: Any) -> Any:
@@ -338,7 +339,7 @@ class ReplicaLoaders:
             for name, value in vars(owner).items():
                 # By name in the source: equal shapes are needed on all replicas then.
                 if names_in(value) & _GATHERS:
-                    return f"{owner.__name__}.{name} gathers from the replicas"
+                    return f"{owner.__name__}.{name} gathers values from all replicas"
         return ""
 
 

@@ -197,9 +197,9 @@ class ReplicaBatches:
         # Batches of another size, that fit into what was seen.
         if not size or not own or cursor["seen"] * size % own:
             rank_zero_warn(
-                f"the sampler of the data loader has {self._length} entries, of which the "
-                f"checkpoint knows {of}: the epoch begins again. Resume with the data "
-                "and the batch size with which it was saved."
+                f"the sampler of the data loader has {self._length} entries, but had {of} when "
+                "the checkpoint was saved, so the epoch starts from its beginning. Resume with "
+                "the same data and batch size as in the run that saved the checkpoint."
             )
             return None
         return {**cursor, "seen": cursor["seen"] * size // own}
@@ -252,9 +252,10 @@ class ReplicaBatches:
             return entries
         rank_zero_warn(
             "the sampler of the data loader returns a different order of samples than in the run "
-            "that was saved, so it is not known which are left: the epoch begins again. "
-            "Let it draw from torch, NumPy or random, or from a torch.Generator in its attribute "
-            "`generator`, or compute its order from what it is told by set_epoch(epoch)."
+            "that saved the checkpoint, so which samples are left is not known, and the epoch "
+            "starts from its beginning. Let the sampler draw from torch, NumPy or random, or from "
+            "a torch.Generator in its attribute `generator`, or compute its order from the number "
+            "that it gets in set_epoch(epoch)."
         )
         self._note()
         return self._begun(iter(self._source))
@@ -293,9 +294,9 @@ class ReplicaBatches:
                 most = math.ceil(total / self._replicas)
                 samples = "sample" if total == 1 else "samples"
                 rank_zero_warn(
-                    f"the last batch of an epoch has {total} {samples}, which "
-                    f"{self._replicas} replicas cannot share equally: "
-                    f"{most * self._replicas - total} of them will count twice, as {why}."
+                    f"the last batch of an epoch has {total} {samples}, which cannot be divided "
+                    f"equally over {self._replicas} replicas. {most * self._replicas - total} of "
+                    f"these samples will be used twice, since {why}."
                 )
                 places = (turn * self._replicas + self._replica for turn in range(most))
                 own, smallest = [everything[place % total] for place in places], most

@@ -113,8 +113,9 @@ class EqualBatches:
             if not least:
                 if most:
                     rank_zero_warn(
-                        f"some ranks have no more than {count} batches while others have more; "
-                        f"every rank stops after {count}. Give every rank the same number."
+                        f"some ranks have only {count} batches, but others have more, so every "
+                        f"rank stops after {count} batches. Give every rank the same number of "
+                        "batches."
                     )
                 return
             if self._sizes is not None and self._device is not None:
@@ -139,19 +140,20 @@ def _tell_of_stream(batch: Any, sizes: ParallelSizes) -> None:
     if None in checks:
         return
     divide = (
-        "Divide it by trainer.strategy.distributed_sampler_kwargs, which has rank and num_replicas "
-        "of this replica; or make it in train_dataloader() and the like, where rank and world size "
-        "are those of replicas."
+        "Divide the stream with trainer.strategy.distributed_sampler_kwargs, which holds rank and "
+        "num_replicas of this replica; or make the stream in train_dataloader() or the other "
+        "dataloader hooks, where rank and world size count replicas."
     )
     if any(len(of_replica) > 1 for of_replica in replicas.values()):
         rank_zero_warn(
-            f"the ranks of a replica get different samples from a stream; on {sizes} all of them "
-            f"use the batches of the first, and those of the others are lost. {divide}"
+            "the ranks of one replica get different samples from an iterable data set. On "
+            f"{sizes} all ranks of a replica use the batches of its first rank, so the samples of "
+            f"its other ranks are lost. {divide}"
         )
     elif sizes.data > 1 and len(set(checks)) == 1:
         rank_zero_warn(
-            f"all {sizes.data} replicas get the same samples from a stream, so that each sample "
-            f"counts {sizes.data} times. {divide}"
+            f"all {sizes.data} replicas get the same samples from an iterable data set, so each "
+            f"sample is used {sizes.data} times. {divide}"
         )
 
 

@@ -172,11 +172,11 @@ class JoinedResults:
         own += numbers if step in self._left_alone else ()
         if own:
             rank_zero_warn(
-                f"Hooks read {', '.join(own)}, which {step} returns: each of "
-                f"{self._mesh.sizes.data} replicas has that of its own samples, as of the batch "
-                "that the hook gets, where one process has that of all. Join it in the hook by "
-                "self.all_gather on every rank, or log what is computed of it in the step "
-                "(sync_dist=True)."
+                f"hooks read {', '.join(own)}, which {step} returns. On each of "
+                f"{self._mesh.sizes.data} replicas these values are computed from the samples of "
+                "this replica only; on one process they are computed from all samples. Gather "
+                "them in the hook with self.all_gather on every rank, or log the results in the "
+                "step with sync_dist=True."
             )
         if step not in self._left_alone:
             whole = {name for name, value in numbers.items() if _is_whole(value) and name != _LOSS}

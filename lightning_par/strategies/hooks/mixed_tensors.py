@@ -138,17 +138,17 @@ def told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if args[0].device_mesh.mesh_dim_names != ("tp",):
             raise ConfigurationError(
                 "LP919",
-                f"{name}(...){user_line()}: the weight is gathered for each step, and a hook on "
-                "its shard is never called. Change p.grad in on_after_backward, or hook the output "
-                "of a module.",
+                f"{name}(...){user_line()} registers a hook on a shard of a weight. The hook "
+                "would never be called, since the weight is gathered for each step. Change p.grad "
+                "in on_after_backward, or register the hook on the output of a module.",
             )
         args = args[0], partial(_mixing, args[1]), *args[2:]
     if name.startswith("register_") and isinstance(args[0], AbsentParameter):
         rank_zero_warn(
-            f"{name}(...){user_line()}: a hook on the gradient of a weight runs on the pipeline "
-            "stage that holds it, and what it records stays on the ranks of that stage. To record "
-            "gradients, read p.grad of module.named_parameters() in on_before_optimizer_step, "
-            "which sees those of all stages."
+            f"{name}(...){user_line()} registers a hook on the gradient of a weight. The hook "
+            "runs only on the ranks of the pipeline stage that holds the weight, and the values "
+            "that it records stay on these ranks. To record the gradients of all stages, read "
+            "p.grad of module.named_parameters() in on_before_optimizer_step."
         )
         return torch.utils.hooks.RemovableHandle(OrderedDict())
     with plain_functions():

@@ -83,8 +83,9 @@ def write_slice(
     if isinstance(views[-1], DTensor) and any(p.is_partial() for p in views[-1].placements):
         raise ConfigurationError(
             "LP919",
-            "a hook on a gradient (register_hook) writes to a part of it, and what this rank has "
-            "is not yet summed over the ranks. Change p.grad in on_after_backward.",
+            "a hook on a gradient (register_hook) writes to a slice of the gradient, but on this "
+            "rank the gradient is not yet summed over the ranks. Change p.grad in "
+            "on_after_backward.",
         )
     with torch.no_grad():
         # A copy: what is replicated would be this rank's own memory.

@@ -48,10 +48,10 @@ class RunProgress(pl.Callback):
             self._has_saved = True
             if before > now:
                 _logger.warning(
-                    "this run begins after step %d; the one before it in %s had done step %d. "
-                    "Steps lost, and computed again: %d.%s",
+                    "this run starts after step %d, but the previous run in %s had reached step "
+                    "%d. The number of steps that are computed again is %d.%s",
                     *(now, folder, before, before - now),
-                    "" if now else " ckpt_path='last' goes on from its last checkpoint.",
+                    "" if now else " Use ckpt_path='last' to continue from the last checkpoint.",
                 )
         # Alone and without an earlier file, nothing is written: a plain run leaves no trace.
         if follows or self._has_saved:

@@ -69,8 +69,8 @@ class TooLongError(CannotProveError):
 
     def __str__(self) -> str:
         return (
-            f"one process would need about {self.seconds / 60:.0f} minutes for its batch; it is "
-            "proved once the share of the run's time has paid for that"
+            f"one process would need about {self.seconds / 60:.0f} minutes for its batch. The "
+            "step is compared later, when this time is a small enough share of the time of the run"
         )
 
 

@@ -60,8 +60,8 @@ def find_odd(judge: Judge, before: Sequence[Size]) -> str | None:
     start, rows = judge.given.start, _odd_rows(judge, number)
     return (
         f"{judge.step[0].upper()}{judge.step[1:]} (epoch {start.epoch}, batch "
-        f"{start.batch + number}): {what}. One process computes the same: look at the data of this "
-        f"batch, not at the mesh or a device.{rows}"
+        f"{start.batch + number}): {what}. One process computes the same values, so the cause is "
+        f"the data of this batch and not the mesh or a device.{rows}"
     )
 
 
@@ -93,4 +93,4 @@ def _odd_rows(judge: Judge, number: int) -> str:
         return ""
     named = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
     rows = f"row {named} is" if len(odd) == 1 else f"rows {named} are"
-    return f" Alone, {rows} odd (counted from 0 in the global batch)."
+    return f" Of the samples, {rows} odd on their own (counted from 0 in the global batch)."

@@ -111,7 +111,9 @@ class OtherStep:
         one = self._run(joined, 0)
         records = (*self.noted.gradients, *one.gradients)
         if self.may_evaluate and not any(records):
-            self.notes.append("the step computes no gradients: only what it returns is compared")
+            self.notes.append(
+                "the step computes no gradients, so only the values that it returns are compared"
+            )
         elif not any(bool(g.any()) for held in one.gradients for g in (held or {}).values()):
             raise CannotProveError("all of its gradients are zero")
         difference = self._measure(self.noted, one)
@@ -121,8 +123,8 @@ class OtherStep:
         if difference is not None and draws:
             if len(batches[0]) < len(self.shares[0]) and not are_parts:
                 raise CannotProveError(
-                    "it draws random numbers, and those of ranks that share samples differ from "
-                    "those of one process. Set dropout to 0 for the proof"
+                    "it draws random numbers, and ranks that compute the same samples draw other "
+                    "numbers than one process. Set dropout to 0 for the comparison"
                 )
             if are_parts:
                 whole = self._run(joined, 0, drops=False)
@@ -217,13 +219,14 @@ class OtherStep:
             self.notes.append("the ranks of one replica have different batches")
         if any(_alike(batches[0][0], batch) for batch in batches[0][1:]):
             self.notes.append(
-                "replicas have the same batch: their data loaders need a DistributedSampler"
+                "the replicas have the same batch, so their data loaders need a DistributedSampler"
             )
         first, *others = firsts.values()
         if draws and any(states_alike(first.states, other.states) for other in others):
             self.notes.append(
-                "dropout masks repeat: replicas draw the same random numbers for their samples. "
-                "Seed each rank otherwise in on_fit_start: torch.manual_seed(seed + rank)"
+                "replicas draw the same random numbers for different samples, so dropout masks "
+                "repeat. Seed each rank differently in on_fit_start: torch.manual_seed(seed + "
+                "rank)"
             )
 
 

@@ -226,7 +226,7 @@ class StrategyProof:
         trainer, given, skeleton = self._trainer, self._given, self._skeleton
         plugin = trainer.precision_plugin
         if isinstance(skeleton, str):
-            raise CannotProveError(skeleton or "its module was not seen whole")
+            raise CannotProveError(skeleton or "its whole module could not be captured")
         if getattr(plugin, "scaler", None) is not None:
             raise CannotProveError("the loss is scaled (16-mixed)")
         assert given is not None
@@ -249,7 +249,9 @@ class StrategyProof:
         dtypes = [t.dtype for t in given.start.tensors.values()]
         notes = [f"callbacks cannot be copied ({each})" for each in skeleton.problems]
         if given.start.continues:
-            notes.append("the update, which continues loaded states, is not compared")
+            notes.append(
+                "the update is not compared, since it continues from loaded optimizer states"
+            )
         algorithm = trainer.gradient_clip_algorithm
         return OtherStep(
             strategy=self.name,

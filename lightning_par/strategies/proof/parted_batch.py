@@ -36,7 +36,7 @@ def why_not_parted(module: pl.LightningModule) -> str:
         module: The user's LightningModule, on the mesh.
     """
     strategy: Any = module.trainer.strategy
-    statistics = "BatchLayout(local_statistics=True) accepts statistics of parts"
+    statistics = "BatchLayout(local_statistics=True) allows statistics over a part"
     if strategy.mesh.sizes.context > 1:
         return f"{statistics} of a sequence."
     if not module.automatic_optimization:
@@ -58,7 +58,9 @@ def part_batch(replicas: Sequence[Any], steps: StepRunner, *, sums: bool) -> Par
     cut = [list(zip(*steps.cut(batch), strict=True)) for batch in replicas]
     if sums:
         if any(isinstance(module, _OF_ONE_PART) for module in steps.module.modules()):
-            raise CannotJoinError("SyncBatchNorm has statistics of all replicas, BatchNorm of one")
+            raise CannotJoinError(
+                "SyncBatchNorm uses statistics of all replicas, but BatchNorm those of one replica"
+            )
         each = (zip(*of_one, strict=True) for of_one in zip(*cut, strict=True))
         cut = [[(join_batches(parts), sum(sizes)) for parts, sizes in each]]
     held = [pair for of_replica in cut for pair in of_replica]

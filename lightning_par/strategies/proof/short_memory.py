@@ -10,9 +10,10 @@ __all__ = ["names_the_proof"]
 _SAID = ("can't allocate memory", "not enough memory")
 """What torch says of the host's memory, in a plain RuntimeError."""
 _NOTE = (
-    "The proof of this step took that memory: rank 0 keeps copies of the whole model on the CPU, "
-    "for which all ranks gather one parameter after the other. verify=False trains without it. "
-    "verify='auto' compares models above 1 GiB of parameters by blocks, with much less memory."
+    "The comparison of this step with one process (verify=) used this memory: rank 0 keeps copies "
+    "of the whole model on the CPU, and all ranks gather one parameter after the other for them. "
+    "verify=False trains without the comparison. verify='auto' compares models with more than 1 "
+    "GiB of parameters block by block, which needs much less memory."
 )
 
 

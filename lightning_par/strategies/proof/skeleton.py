@@ -73,7 +73,9 @@ def take_skeleton(
         is_on_cpu = module.trainer.strategy.root_device.type == "cpu"
         need = (_COPIES + (_OF_RUN if is_on_cpu else 0)) * size
         if free is not None and free < need:
-            too_large = f"{need / 2**30:.1f} GiB have to be free on rank 0 to compare it whole"
+            too_large = (
+                f"rank 0 needs {need / 2**30:.1f} GiB of free CPU memory to compare the whole model"
+            )
     try:
         with fork_all_rng(torch.device("cpu")):  # copies of the user's objects may draw numbers
             return Skeleton(module, getattr(module.trainer, "callbacks", ()), too_large)

@@ -389,8 +389,9 @@ def check_whole(module: nn.Module) -> None:
     if stubs or shards:
         raise ConfigurationError(
             "LP914",
-            f"this {type(module).__name__} is already on a mesh: another Trainer left "
-            f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more here as parts of "
-            "it, because whole modules did not fit (see gather_after_run) or its run failed. Use "
-            "the same Trainer again, or make a new module and pass ckpt_path= to fit.",
+            f"this {type(module).__name__} is still sharded by another Trainer: "
+            f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more are only parts of "
+            "the module. The other run failed, or the whole module did not fit into memory after "
+            "it (see gather_after_run). Use the same Trainer again, or make a new module and pass "
+            "ckpt_path= to fit.",
         )

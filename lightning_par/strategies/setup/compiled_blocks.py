@@ -56,19 +56,27 @@ def check_compiled(
     if options.async_tensor_parallel:
         asked = "async_tensor_parallel=True needs"
         if options.compile_blocks is False:
-            problems.append(f"{asked} compile_blocks=True: torch's compiler cuts the products.")
+            problems.append(
+                f"{asked} compile_blocks=True, since the compiler of torch divides the matrix "
+                "products."
+            )
         if given.get("backend", "inductor") != "inductor":
-            problems.append(f"{asked} torch's own backend, not {given['backend']!r}.")
+            problems.append(
+                f"{asked} the backend 'inductor' of torch.compile, not {given['backend']!r}."
+            )
         if "mode" in given:
             problems.append(
-                f"{asked} compile_blocks={{'options': ...}} in place of mode={given['mode']!r}: "
-                f"torch takes one of the two. torch._inductor.list_mode_options({given['mode']!r}) "
-                "gives its options."
+                f"{asked} compile_blocks={{'options': ...}} instead of mode={given['mode']!r}, "
+                "since torch.compile accepts only one of the two. "
+                f"torch._inductor.list_mode_options({given['mode']!r}) returns the options of "
+                "this mode."
             )
         if not options.sequence_parallel or resolved.plan.sequence_region == "none":
             problems.append(
-                f"{asked} sequence parallelism, whose all-gathers and reduce-scatters it hides; it "
-                "is off, by sequence_parallel=False or as the plan has no region for it."
+                f"{asked} sequence parallelism, since it overlaps the all-gathers and "
+                "reduce-scatters of sequence parallelism with computation. Here sequence "
+                "parallelism is off, by sequence_parallel=False or by sequence_region='none' of "
+                "the plan."
             )
         if device.type != "cuda":
             problems.append(f"{asked} GPUs, but the Trainer runs on {device.type}.")
@@ -81,24 +89,24 @@ def _graph_problems(
     options: MeshOptions, sizes: ParallelSizes, *, accumulates: bool
 ) -> Iterator[str]:
     asked = f"compile_blocks={options.compile_blocks!r} records CUDA graphs"
-    instead = "a mode without graphs, such as 'max-autotune-no-cudagraphs'."
+    instead = "a mode without CUDA graphs, such as 'max-autotune-no-cudagraphs'."
     if _gathers_parameters(options, sizes):
         yield (
-            f"{asked}, which use fixed memory addresses, but zero_stage=3 on {sizes} gathers "
-            f"parameters to new ones. Use zero_stage=2, or {instead}"
+            f"{asked}, which need fixed memory addresses, but zero_stage=3 on {sizes} gathers "
+            f"parameters to new addresses in each step. Use zero_stage=2, or {instead}"
         )
     # A gradient is the output of a graph, and its memory that of the next backward's.
     count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
     offload = options.offload_options
     if count > 1:
         yield (
-            f"{asked}, which write each gradient over the one before, but the gradients of "
-            f"num_microbatches={count} are added. Use {instead}"
+            f"{asked}, which overwrite the previous gradient, but the gradients of "
+            f"num_microbatches={count} have to be added. Use {instead}"
         )
     elif accumulates and (offload is None or offload.accumulate_on != "host"):
         yield (
-            f"{asked}, which write each gradient over the one before, but those of several batches "
-            f"are added. Use accumulate_grad_batches=1, or {instead}"
+            f"{asked}, which overwrite the previous gradient, but the gradients of accumulated "
+            f"batches have to be added. Use accumulate_grad_batches=1, or {instead}"
         )
 
 

@@ -98,9 +98,10 @@ def parallelize(  # house: the order, in one place
     forms = ModuleForms(module)
     if record is not None and mesh.sizes.world_size > 1 and not module.trainer.ckpt_path:
         rank_zero_info(
-            f"{type(module).__name__}.configure_model makes weights: they are drawn by name, the "
-            "same on every mesh. A plain Trainer draws them in order, and gets different ones. "
-            "To start from these, make the model in __init__, or load a checkpoint."
+            f"{type(module).__name__}.configure_model creates weights. On a mesh each weight is "
+            "initialized with random numbers that depend on its name, so they are the same on "
+            "every mesh, but differ from those of a Trainer without lightning_par. To get the "
+            "weights of such a Trainer, create the model in __init__, or load a checkpoint."
         )
     # The proof runs the plain module: it is copied while there is one.
     skeleton = take_skeleton(module, options.verify, mesh.sizes.world_size, mesh.rank)

@@ -209,11 +209,11 @@ class WholeDraws(TorchFunctionMode):
         (dim, *others) = dims
         if others or shape[dim] * rows.size != known.shape[dim] * rows.length:
             self.refuse(
-                f"{self.name} calls {known.name} for a tensor of shape {known.shape} for "
-                f"{rows.size} samples and of shape {shape} for {rows.length} of them: its numbers "
-                "belong to no single sample, so that micro-batches and replicas cannot draw their "
-                "share. Draw them in the data set, or use num_microbatches=1 and "
-                "data_parallel_size=1."
+                f"{self.name} calls {known.name} for a tensor of shape {known.shape} with "
+                f"{rows.size} samples, and of shape {shape} with {rows.length} samples. These "
+                "shapes do not show which random numbers belong to which sample, so micro-batches "
+                "and replicas cannot draw the numbers of their own samples. Draw the numbers in "
+                "the data set, or use num_microbatches=1 and data_parallel_size=1."
             )
             return None
         return _Cut(dim, shape[dim] // rows.length)
@@ -347,9 +347,9 @@ def _permutation(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
     count = args[0] if args else kwargs["n"]
     if mode.choose(func, (count,)) is not None:  # one dim: never that of tokens
         mode.refuse(
-            f"{mode.name} calls torch.randperm({count}) for the samples of a batch, which mixes "
-            "samples that other micro-batches or replicas hold. Mix them in the collate_fn of the "
-            "data loader, or use num_microbatches=1 and data_parallel_size=1."
+            f"{mode.name} calls torch.randperm({count}) to shuffle the samples of a batch, but "
+            "other micro-batches or replicas hold some of these samples. Shuffle them in the "
+            "collate_fn of the data loader, or use num_microbatches=1 and data_parallel_size=1."
         )
     return func(*args, **kwargs)
 
@@ -447,9 +447,10 @@ def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
     tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     if mode.choose(func, tensor.shape) is not None:
         mode.refuse(
-            f"{mode.name} draws by {func.__name__} for each sample: how many random numbers that "
-            "takes depends on the values, so that micro-batches and replicas cannot draw their "
-            "share. Draw in the data set, or use num_microbatches=1 and data_parallel_size=1."
+            f"{mode.name} calls {func.__name__} for each sample. How many random numbers this "
+            "needs depends on the values, so micro-batches and replicas cannot draw the numbers "
+            "of their own samples. Draw the numbers in the data set, or use num_microbatches=1 "
+            "and data_parallel_size=1."
         )
     return func(*args, **kwargs)
 

@@ -104,12 +104,12 @@ def warn_of_results(names: Collection[str]) -> None:
     """
     if names:
         rank_zero_warn(
-            f"{', '.join(sorted(names))} is not known to be the mean or the sum of what the parts "
-            "of a batch, as micro-batches of a pipeline and replicas have them, return or leave "
-            "in an attribute: a hook gets their mean, the one number that all of them return, or "
-            "that of one part, where one process may have another. Log the number with "
-            "sync_dist=True (reduce_fx='sum' adds counts); or, on a pipeline, return a tensor with "
-            "a dim for the samples, whose parts are joined, or use num_microbatches=1."
+            f"hooks get {', '.join(sorted(names))} for each micro-batch and replica, and whether "
+            "the number of the whole batch is their mean or their sum is not known. A hook gets "
+            "their mean, their common value, or the value of one of them, which may differ from "
+            "the value on one process. Log the number with sync_dist=True (reduce_fx='sum' for a "
+            "count). Under a pipeline you can also return a tensor with a dim for the samples, "
+            "whose parts are concatenated, or use num_microbatches=1."
         )
 
 

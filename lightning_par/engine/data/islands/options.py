@@ -108,11 +108,15 @@ class Outer:
                 problems.append(f"{name}={value!r} must be a number of seconds, 0 or more.")
         if self.optimizer == "average" and (self.lr or 1, self.momentum or 0) != (1, 0):
             problems.append(
-                f"optimizer='average' has no lr={self.lr} or momentum={self.momentum}: it takes "
-                "the mean as it is. Use optimizer='sgd' or 'nesterov' with them."
+                f"optimizer='average' uses the mean of the islands' weights, so lr={self.lr} and "
+                f"momentum={self.momentum} have no effect. Leave them out, or use optimizer='sgd' "
+                "or 'nesterov'."
             )
         if self.optimizer == "nesterov" and self.momentum == 0:
-            problems.append("optimizer='nesterov' needs a momentum of more than 0; or use 'sgd'.")
+            problems.append(
+                "optimizer='nesterov' needs a momentum of more than 0. Set momentum=, or use "
+                "optimizer='sgd'."
+            )
         return problems
 
     def _place_problems(self) -> list[str]:
@@ -120,23 +124,27 @@ class Outer:
         # A fragment leaves every `every / fragments` steps and may be away for `overlap` of them.
         if self.overlap * self.fragments >= max(self.every, self.fragments):
             problems.append(
-                f"overlap={self.overlap} with every={self.every} and fragments={self.fragments}: a "
-                "fragment leaves every "
-                f"{self.every / self.fragments:g} steps, and has to be back before the next one. "
-                f"Use overlap={max(0, (self.every - 1) // self.fragments)} or less."
+                f"overlap={self.overlap} is too large for every={self.every} and "
+                f"fragments={self.fragments}: a fragment is sent every "
+                f"{self.every / self.fragments:g} steps, and its result has to arrive before the "
+                f"next fragment is sent. Use overlap={max(0, (self.every - 1) // self.fragments)} "
+                "or less."
             )
         if self.fragments > self.every:
             problems.append(
-                f"fragments={self.fragments} with every={self.every}: every fragment needs its own "
-                f"step. Use fragments={self.every} or fewer."
+                f"fragments={self.fragments} is more than every={self.every}, but each fragment "
+                f"is sent after a different step. Use fragments={self.every} or less."
             )
         if (self.island is None) != (self.islands is None):
-            problems.append("island= and islands= go together, as in island=0, islands=4.")
+            problems.append(
+                "island= and islands= must be passed together, as in island=0, islands=4."
+            )
         elif self.island is not None and not (
             _is_whole(self.island, 0) and _is_whole(self.islands, self.island + 1)
         ):
             problems.append(
-                f"island={self.island!r} of islands={self.islands!r}: islands are numbered from 0."
+                f"island={self.island!r} is not a number from 0 to islands - 1, with "
+                f"islands={self.islands!r}. Islands are numbered from 0."
             )
         return problems
 
