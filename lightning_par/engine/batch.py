@@ -82,10 +82,8 @@ def find_batch_dims(
     if len(set(declared.values())) > 1:
         raise PlanError(
             "LP301",
-            "the batch entries that BatchLayout declares have different numbers of samples: "
-            f"{declared}. If the batch dim of an entry is not dim 0, declare it in "
-            "BatchLayout(batch_dims=...). If an entry has no batch dim, name it in "
-            "BatchLayout(whole=...).",
+            f"entries of BatchLayout have different numbers of samples: {declared}. If a batch "
+            "dim is not dim 0, declare it in batch_dims=. Name entries without one in whole=.",
         )
     seen = {extents[path][0] for path in known if path in extents}
     given = {*sizes} & {size for size, _ in extents.values()}
@@ -100,9 +98,7 @@ def find_batch_dims(
             return BatchDims()
         size, unsure = next(iter(tensors.values())), _describe(tensors)
     if not declared and not seen and sizes and not given and size > max(sizes):
-        unsure = (
-            f"{_describe(extents, pairs=True)}, while the data loader has batch_size={max(sizes)}"
-        )
+        unsure = f"{_describe(extents, pairs=True)}, but batch_size={max(sizes)}"
     dims = dict(_cuts(batch, "", layout, size))
     others = tuple(p for p, n in tensors.items() if n != size and p not in dims)
     below = tuple(f"{path}." for path in dims)
@@ -159,13 +155,11 @@ class BatchDimsFinder:
             raise PlanError(
                 "LP301",
                 "the shapes of the batch entries do not tell which of them have a batch dim: "
-                f"{dims.unsure}. This has to be known to divide the batch for {self._divided}. "
-                "Declare entries that have a batch dim in "
-                "ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), and entries without "
-                "one in BatchLayout(whole=(entry, ...)). Use num_microbatches=1 for a batch that "
-                "cannot be cut. If several data loaders give a step unequal numbers of samples, "
-                "declare how the losses of the replicas are combined: "
-                "BatchLayout(loss_weight='samples') for a mean, 'sum' for a sum.",
+                f"{dims.unsure}. This is needed for {self._divided}. Declare entries with a batch "
+                "dim in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
+                "without one in BatchLayout(whole=(entry, ...)). Use num_microbatches=1 if a "
+                "batch cannot be cut. If data loaders give a step unequal numbers of samples, "
+                "declare how losses are combined: loss_weight='samples' for means, 'sum' for sums.",
             )
         return dims
 
@@ -255,9 +249,7 @@ def batch_size(batch: Any) -> int:
     size = find_batch_dims(batch, BatchLayout()).size
     if size is None:
         raise ConfigurationError(
-            "LP301",
-            "the number of samples cannot be read from this batch, since it contains no tensor "
-            "with a batch dim. Return at least one tensor of shape [B, ...] from the collate_fn.",
+            "LP301", "this batch has no tensor with a batch dim. Return one from the collate_fn."
         )
     return size
 
@@ -356,11 +348,7 @@ def batch_entry(batch: Any, path: str) -> Any:
                 has = f"has {len(value)} entries ({kind}), called '0', '1' and so on"
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
-            raise PlanError(
-                "LP302",
-                f"the plan names the batch entry {path!r}, but {where} {has}. Correct the name in "
-                "BatchLayout, or add the entry to the batch.",
-            )
+            raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")
         value = found[step]
         passed.append(step)
     return value
@@ -409,9 +397,8 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
         raise PlanError(
             "LP302",
             f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
-            f"its shape is {shape}{' (the entry is None)' * (entry is None)}. Correct the dim in "
-            "BatchLayout(sequence_dims=...), or remove the entry from labels= and sequence_dims= "
-            "if some batches do not have it.",
+            f"its shape is {shape}{' (it is None)' * (entry is None)}. Correct sequence_dims= in "
+            "BatchLayout, or leave out entries that some batches lack.",
         )
     return int(shape[dim])
 
@@ -483,9 +470,8 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
     if labels is None:
         raise PlanError(
             "LP302",
-            f"the batch has no entry {path!r}, which BatchLayout(labels=...) names as the labels. "
-            "If some batches have no labels, declare none: with ParallelPlan(batch=BatchLayout()) "
-            "the weights of the batches in the loss are found by comparing losses.",
+            f"the batch has no entry {path!r}, the labels in BatchLayout. If some batches lack "
+            "labels, declare none, as in ParallelPlan(batch=BatchLayout()).",
         )
     if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)

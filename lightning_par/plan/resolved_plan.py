@@ -125,7 +125,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         _match_patterns(dict.fromkeys(getattr(plan, kind), kind), list(modules), kind, problems)
     for fqn, names in divided.items():
         problems += [
-            f"ParallelPlan(divided=...): {fqn} has no attribute {name!r} that is a whole number"
+            f"divided= of the plan: {fqn} has no attribute {name!r} that is a whole number"
             + _nearest(name, [n for n, v in vars(modules[fqn]).items() if isinstance(v, int)])
             for name in names
             if not isinstance(getattr(modules[fqn], name, None), int)
@@ -133,16 +133,12 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     canonical = canonical_names(model)
     for group in plan.tied:
         unknown = [fqn for fqn in group if fqn not in parameters]
-        problems += [
-            _missing(f"ParallelPlan(tied=...) names {fqn!r}", fqn, list(parameters))
-            for fqn in unknown
-        ]
+        problems += [_missing(f"tied= names {fqn!r}", fqn, list(parameters)) for fqn in unknown]
         if not unknown and len({canonical[fqn] for fqn in group}) > 1:
             first, *others = group
             problems.append(
-                f"ParallelPlan(tied=...) says that {' and '.join(group)} are one parameter, but "
-                "they are different parameters of this model. Tie them in the model "
-                f"({others[-1]} = {first}), or remove them from tied."
+                f"tied= of the plan: {' and '.join(group)} are different parameters of this "
+                f"model. Tie them ({others[-1]} = {first}), or remove them from tied=."
             )
     raise_problems(PlanError, "LP203", problems)
     units = classify_units(model, plan)

@@ -51,7 +51,7 @@ BEFORE = {
         error=PlanError,
         options=CP2,
         module=replanned(positions=None),
-        says=r"context_parallel_size=2: the plan of \w+ does not say how it learns the positions",
+        says=r"context_parallel_size=2: the plan of \w+ does not say how the model gets",
     ),
     "positions of a module that is not there": Case(
         error=PlanError,
@@ -63,25 +63,25 @@ BEFORE = {
         error=PlanError,
         options=CP2,
         module=replanned(positions={"": "position_ids"}),
-        says=r"the forward of model takes no 'position_ids'; it takes ids, positions\.",
+        says=r"the forward of model has no argument 'position_ids'\. .* are ids, positions\.",
     ),
     "labels without a sequence dim": Case(
         error=PlanError,
         options=CP2,
         module=with_batch(sequence_dims={"ids": 1}),
-        says=r"the plan gives the labels 'labels' no sequence dim; a loss can be divided only if",
+        says=r"the plan gives no sequence dim for the labels 'labels', so the losses",
     ),
     "no labels": Case(
         error=PlanError,
         options=CP2,
         module=with_batch(labels=None),
-        says=r"the plan names no labels of the batch; a loss can be divided only if it",
+        says=r"the plan does not say which batch entry holds the labels, so the",
     ),
     "labels that the model shifts": Case(
         error=PlanError,
         options=CP2,
         module=with_batch(label_shift=1),
-        says=r"label_shift=1, so the model shifts labels by itself.*Shift them in the data",
+        says=r"label_shift=1, so the model itself shifts the labels.*Shift the labels in the data",
     ),
     "no blocks": Case(
         error=PlanError,
@@ -114,7 +114,7 @@ OPTIONS = {
     ),
     "size without hybrid": (
         {"ulysses_size": 2},
-        r"ulysses_size=2 needs method='hybrid'; method='ring' says by itself",
+        r"ulysses_size=2 needs method='hybrid'; method='ring' itself determines",
     ),
     "unknown backend": (
         {"attention_backend": "aten_cuda"},
@@ -138,7 +138,9 @@ def test_backend_that_is_missing_names_those_that_work() -> None:
 
 
 def test_context_options_name_the_nearest_field() -> None:
-    says = r"context_options has no 'metod': it takes method.*; did you mean 'method'\?"
+    says = (
+        r"context_options has no field 'metod'\. Its fields are method.*; did you mean 'method'\?"
+    )
     with pytest.raises(ConfigurationError, match=says):
         Hybrid3DStrategy(context_options={"metod": "ring"})
 
@@ -203,11 +205,11 @@ class Forward(ToyModule):
 DURING = {
     "dropout": r"dropout_p=0\.1 of attention weights is not supported with context_parallel_size=2",
     "mask of pairs": r"attn_mask of shape \(6, 6\) with is_causal=False.*\[B, 1, 1, 6\]",
-    "weights": r"attn_mask holds numbers other than 0 and minus infinity",
-    "memory": r"mixes tokens with __getitem__, .* the 6 tokens of one rank",
-    "by hand": r"mixes tokens with softmax, .* call F.scaled_dot_product_attention",
+    "weights": r"attn_mask contains numbers other than 0 and minus infinity",
+    "memory": r"combines tokens of a sequence with __getitem__, .* the 6 tokens of one rank",
+    "by hand": r"tokens of a sequence with softmax, .* call F.scaled_dot_product_attention",
     "module": r"nn\.MultiheadAttention cannot be divided over context_parallel_size=2",
-    "forward": r"the plan gives positions to 'model', but no such module was called",
+    "forward": r"names 'model', but no module of that name was called",
 }
 
 

@@ -41,7 +41,7 @@ CASES = {
     "ranks of tensor parallelism": Case(
         error=MeshError,
         options={"tp": 2, "pp": 1, "expert_parallel_size": 2},
-        says=r"expert_parallel_size=2 does not divide the 1 data-parallel ranks .* use 1\.",
+        says=r"expert_parallel_size=2 does not divide the 1 data-parallel ranks .* Use 1\.",
     ),
     "more than shard": Case(
         error=MeshError,
@@ -70,12 +70,12 @@ CASES = {
         options=DP2,
         module=mixtral(num_experts=5),
         says=r"expert_parallel_size=2: model\.blocks\.\d\.moe\.experts\.\w+\.weight has 5 experts "
-        r"in dim 0, not divisible by 2\. Use 1 or 5\.",
+        r"in dim 0, not divisible by 2\. Use expert_parallel_size=1 or 5\.",
     ),
     "no experts": Case(
         error=PlanError,
         options=DP2,
-        says=r"expert_parallel_size=2: the plan of ToyModule names no experts\. Name modules .* "
+        says=r"expert_parallel_size=2: the plan of ToyModule does not say which modules .* "
         r"ParallelPlan\(experts=",
     ),
     "experts of another kind": Case(

@@ -93,7 +93,7 @@ MESH = {
     "replicas at stage 0": Case(
         error=MeshError,
         options={"tp": 1, "pp": 1, "data_parallel_replicate_size": 1, "zero_stage": 0},
-        says=r"data_parallel_replicate_size=1 with zero_stage=0.*leave it out, or use "
+        says=r"data_parallel_replicate_size=1 has no effect with zero_stage=0.*out, or use "
         r"zero_stage=1, 2",
     ),
 }
@@ -123,18 +123,18 @@ OPTIONS = {
     "stage blocks that are no list": Case(
         error=ConfigurationError,
         options={"stage_blocks": 2},
-        says=r"stage_blocks=2 must list the number of blocks of every stage.*\[3, 4, 5\]",
+        says=r"stage_blocks=2 must be a list with the number of blocks of each stage.*\[3, 4, 5\]",
     ),
     "stage blocks with another sum": Case(
         error=PlanError,
         options={"pp": 2, "stage_blocks": [3, 2]},
-        says=r"stage_blocks=\[3, 2\] has 2 entries with the sum 5;.*sum to the 4 blocks "
-        r"of model\.blocks",
+        says=r"stage_blocks=\[3, 2\] has 2 entries with the sum 5;.*sum is 4, the number of blocks "
+        r"in model\.blocks",
     ),
     "stage blocks without a pipeline": Case(
         error=ConfigurationError,
         options={"pp": 1, "stage_blocks": [3, 1]},
-        says=r"stage_blocks=\[3, 1\] needs pipeline_parallel_size=2, but it is 1; give that size",
+        says=r"stage_blocks=\[3, 1\] needs pipeline_parallel_size=2, but pipeline",
     ),
     "manual optimization": Case(
         error=ConfigurationError,
@@ -166,19 +166,19 @@ PLANS = {
         devices=4,
         says=r"tensor_parallel_size=4: model\.blocks\.0\.attention \(and 3 others\) has "
         r"heads=6, not "
-        r"divisible by 4\. Use 1 or 2, or other sizes",
+        r"divisible by 4\. Use tensor_parallel_size=1 or 2, or change",
     ),
     "key heads": Case(
         error=PlanError,
         options={"tp": 2},
         module=lambda: Heads(kv_heads=3),
-        says=r"model\.blocks\.2\.attention has kv_heads=3, not divisible by 2\. Use 1, or other",
+        says=r"model\.blocks\.2\.attention has kv_heads=3, not divisible by 2\. Use .*=1, or",
     ),
     "hidden": Case(
         error=PlanError,
         options={"tp": 2},
         module=Hidden,
-        says=r"model\.blocks\.1\.mlp\.0\.weight has size 7 in dim 0, not divisible by 2\. Use 1,",
+        says=r"model\.blocks\.1\.mlp\.0\.weight has size 7 in dim 0, not divisible .*=1,",
     ),
     "pattern that matches nothing": Case(
         error=PlanError,
@@ -190,32 +190,32 @@ PLANS = {
         error=PlanError,
         options={"tp": 2},
         module=with_tensor({"blocks.0.*": "replicated"}),
-        says=r"model\.blocks\.0\.norm1 is matched by both "
-        r"'model\.blocks\.\*\.norm\[12\]' and 'model",
+        says=r"both 'model\.blocks\.\*\.norm\[12\]' and "
+        r"'model.* match model\.blocks\.0\.norm1",
     ),
     "unknown style": Case(
         error=PlanError,
         module=lambda: with_tensor({"head": "column"})(),
-        says=r"'head': 'column' is no tensor style; .*se one of colwise, .*vocab_head",
+        says=r"'head' the style 'column', which does not exist; .*se one of colwise, .*vocab_head",
     ),
     "unknown tied name": Case(
         error=PlanError,
         options={"pp": 2},
         module=planned(tied=(("embed.weight", "heads.weight"),)),
-        says=r"tied names 'model\.heads\.weight'.*did you mean 'model\.head\.weight'\?",
+        says=r"tied= names 'model\.heads\.weight'.*did you mean 'model\.head\.weight'\?",
     ),
     "tie that is none": Case(
         error=PlanError,
         options={"pp": 2},
         module=planned(tied=(("embed.weight", "position.weight"),)),
         says=r"model\.embed\.weight and model\.position\.weight are different "
-        r"parameters.*make them one",
+        r"parameters.*Tie them",
     ),
     "blocks that are not there": Case(
         error=PlanError,
         options={"pp": 2},
         module=planned(blocks="layers"),
-        says=r"blocks names 'model\.layers', but the model has no such name; did you mean 'model\.",
+        says=r"names 'model\.layers', but the model has no module .*; did you mean 'model\.",
     ),
     "no plan under tp, and none can be inferred": Case(
         error=PlanError,
@@ -236,7 +236,7 @@ PLANS = {
         error=PlanError,
         options={"tp": 1, "pp": 5},
         devices=5,
-        says=r"pipeline_parallel_size=5: model\.blocks has 4 blocks.*Use at most 4",
+        says=r"pipeline_parallel_size=5: model\.blocks has 4 blocks.*Use .*=4 or less",
     ),
     "no style under sequence parallelism": Case(
         error=PlanError,
@@ -248,7 +248,7 @@ PLANS = {
         error=PlanError,
         options={"tp": 2},
         module=TwoPlans,
-        says=r"2 submodules offer a parallel_plan\(\): model, critic\. Define.*on the TwoPlans",
+        says=r"2 submodules define parallel_plan\(\): model, critic\..*on TwoPlans",
     ),
     "negative label shift": Case(
         error=PlanError,
@@ -258,7 +258,7 @@ PLANS = {
     "text for names": Case(
         error=PlanError,
         module=lambda: ParallelPlan(last="head"),
-        says=r"last='head' must hold several",
+        says=r"last='head' must be a tuple of names",
     ),
 }
 
@@ -269,7 +269,7 @@ STEPS = {
         options={**TP, "sequence_parallel": False},
         ranks=True,
         module=with_tensor({"blocks.*.mlp.0": "replicated"}),
-        says=r"model\.blocks\.0\.mlp\.2 \(Linear\) cannot compute.*do not fit together.*"
+        says=r"model\.blocks\.0\.mlp\.2 \(Linear\) failed while .*do not fit each other.*"
         r"model\.blocks\.0\.mlp\.0 \(whole\), model\.blocks\.0\.mlp\.2 \(divided\)\. "
         r"'vocab_head' is for .*\. A layer",
     ),
@@ -292,7 +292,7 @@ STEPS = {
         options=TP,
         ranks=True,
         module=planned(batch=BatchLayout(sequence_dims={"ids": 2})),
-        says=r"T is dim 2 of the batch entry 'ids', but its shape is \(4, 12\)",
+        says=r"dim 2 of the batch entry 'ids' is its sequence dim, but its shape is \(4, 12\)",
     ),
     "stream with small batches": Case(
         error=ConfigurationError,
@@ -307,7 +307,7 @@ STEPS = {
         ranks=True,
         dies=True,
         module=NoLoss,
-        says=r"training_step returned None; under a pipeline it has to return the loss as a scalar",
+        says=r"training_step returned None\. Under a pipeline it has to return the loss as",
     ),
     "loss that is no scalar": Case(
         error=ConfigurationError,

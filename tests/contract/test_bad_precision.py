@@ -45,7 +45,7 @@ def test_it_is_said_where_it_is_written(options: dict[str, Any], says: str) -> N
         (
             {"precision": "bf16-mixed"},
             {"precision": "bf16-true"},
-            r"MixedPrecision\('bf16-true'\) and Trainer\(precision='bf16-mixed'\) do not agree",
+            r"MixedPrecision\('bf16-true'\) and Trainer\(precision='bf16-mixed'\) ask for",
         ),
         (
             {},

@@ -22,12 +22,15 @@ pytestmark = pytest.mark.contract
         ({"every": 0}, "every=0 must be a whole number of 1 or more"),
         ({"every": True}, "every=True must be"),
         ({"offload": "disk"}, "offload='disk' must be 'cpu' or None"),
-        ({"per_stage": ["full", "half"]}, r"per_stage=\['full', 'half'\] must be 'auto', or list"),
+        (
+            {"per_stage": ["full", "half"]},
+            r"per_stage=\['full', 'half'\] must be 'auto', or a list",
+        ),
         ({"operations": "mm"}, r"operations='mm' must be a list, as in \['mm'\]"),
-        ({"operations": ["mmm"]}, "torch has no operation 'mmm'"),
+        ({"operations": ["mmm"]}, "names 'mmm', but torch has no operation"),
         ({"parts": "attention"}, r"must be a list, as in \['attention'\], or 'plan'"),
         ({"mode": "full", "parts": ["mlp"]}, "parts= needs mode='selective', but mode is 'full'"),
-        ({"operations": ["mm"], "parts": ["mlp"]}, "give one of them"),
+        ({"operations": ["mm"], "parts": ["mlp"]}, "Pass only one of them"),
         ({"mode": "x", "every": -1}, "2 problems"),
     ],
     ids=str,
@@ -41,10 +44,10 @@ FITS = [
     (
         {"parts": ["attn"]},
         ToyModule,
-        r"parts=\['attn'\]\) matches no module inside the blocks; .*mlp",
+        r"parts=\['attn'\]\) matches no module inside the blocks\. .*mlp",
     ),
-    ({"parts": "plan"}, ToyModule, "names no parts in checkpointable"),
-    ({"per_stage": ["full"] * 3}, ToyModule, "has 3 modes for 2 pipeline stage"),
+    ({"parts": "plan"}, ToyModule, "the plan of the model names none"),
+    ({"per_stage": ["full"] * 3}, ToyModule, "lists 3 modes, but there are 2 pipeline stage"),
 ]
 
 
@@ -71,7 +74,7 @@ class OneBlock(Bare):
     ("options", "says"),
     [
         ({}, r"entries are two or more modules of one class.*nn\.ModuleList"),
-        ({"parts": "plan"}, "names no parts in checkpointable"),
+        ({"parts": "plan"}, "the plan of the model names none"),
     ],
     ids=str,
 )

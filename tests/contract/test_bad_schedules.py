@@ -26,17 +26,17 @@ DEADLOCK = "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n"
         (
             {"schedule": "interleaved", "virtual_pipeline_size": 4},
             PlanError,
-            "4 stages per rank: model.blocks has 4 blocks, .*Use at most 1",
+            "4 stages per rank: model.blocks has 4 blocks, .*Use pipeline_parallel_size=1 or less",
         ),
         (
             {"schedule": "interleaved", "stage_blocks": [2, 2]},
             PlanError,
-            "4 numbers of 1 or more that sum to the 4 blocks",
+            "4 entries of 1 or more whose sum is 4",
         ),
-        ({"schedule": CROSSED}, ScheduleError, "Use one order on both"),
+        ({"schedule": CROSSED}, ScheduleError, "Use the same order of micro-batches"),
         ({"schedule": DEADLOCK}, ScheduleError, "deadlock"),
         ({"schedule": "0F0 0B0\n"}, ScheduleError, "1 lines with actions.*2 pipeline ranks"),
-        ({"schedule": "0F0 0B0\n1F0 1B0\n"}, ScheduleError, "Use num_microbatches=1 or fewer"),
+        ({"schedule": "0F0 0B0\n1F0 1B0\n"}, ScheduleError, "Use num_microbatches=1 or less"),
     ],
     ids=lambda value: None,
 )

@@ -134,5 +134,7 @@ def test_ray_starts_killed_workers_again_and_they_go_on(tmp_path: Path) -> None:
         run.wait()
     text = log.read_text()
     assert f"Restoring states from the checkpoint path at {tmp_path}/last.ckpt" in text
-    assert re.search(r"begins after step \d*[05]; the one before it in .* had done step \d+", text)
+    assert re.search(
+        r"starts after step \d*[05], but the previous run in .* had reached step \d+", text
+    )
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 60

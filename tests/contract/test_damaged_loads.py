@@ -118,7 +118,7 @@ def test_what_is_no_checkpoint_is_refused(read: Callable[[Path], None], paths: P
         torch.save(value, path)
         assert "LP50" in refusal(read, path)
     torch.save({k: v for k, v in whole.items() if k != "state_dict"}, path)
-    assert "holds no weights (state_dict)" in refusal(read, path)
+    assert "has no entry 'state_dict'" in refusal(read, path)
     torch.save({**whole, "hyper_parameters": {"kind": Path}}, path)
     assert "LP504" in refusal(read, path)
     path.unlink()
@@ -130,7 +130,7 @@ def test_what_is_no_checkpoint_is_refused(read: Callable[[Path], None], paths: P
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert "none.ckpt is not there" in refusal(load, tmp_path / "none.ckpt")
+    assert "none.ckpt does not exist" in refusal(load, tmp_path / "none.ckpt")
 
 
 def test_damaged_own_state_is_refused(paths: Path) -> None:
@@ -145,6 +145,6 @@ def test_damaged_own_state_is_refused(paths: Path) -> None:
         wrong.append({**whole, "lightning_par": {**own, key: "x"}})
     for value in wrong:
         spoil(folder, STATE, value)
-        assert "malformed" in refusal(fit, folder)
+        assert "no valid content" in refusal(fit, folder)
     spoil(folder, STATE, whole)
     assert refusal(fit, folder) == ""

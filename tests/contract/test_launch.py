@@ -208,7 +208,7 @@ def test_allocation_of_slurm_without_srun_is_told_how_to_start(tmp_path: Path) -
     ((code, text),) = run(tmp_path, [(script(tmp_path), ALLOCATION)])
     assert code != 0
     assert re.search(
-        r"SLURM_PROCID.*Start the 2 processes with srun; or set SLURM_JOB_NAME=b", text
+        r"SLURM_PROCID.*Start the 2 processes with srun\. Or set SLURM_JOB_NAME=b", text
     )
 
 
@@ -234,7 +234,7 @@ def test_lines_of_a_prompt_run_from_a_file_as_bash(
         check=False,
     )
     assert "2 devices need 2 processes" in prompt.stderr
-    assert "`%%writefile train.py` and run `!python train.py`" in prompt.stderr
+    assert "`%%writefile train.py`, and run `!python train.py`" in prompt.stderr
     (tmp_path / "train.py").write_text(text)
     as_bash = {**ALLOCATION, "SLURM_JOB_NAME": "bash"}
     found = check(tmp_path, run(tmp_path, [(["train.py"], as_bash)]), "tp 2", 2)

@@ -120,7 +120,7 @@ def test_devices_that_are_absent_and_not_counted_are_named(
     status, _, err = command(tmp_path, monkeypatch, capsys, "plan", yaml=yaml)
     assert status == 1
     assert "trainer.devices=-1 is no number of devices" in err
-    assert "trainer.accelerator='gpu'; say how many, as by --trainer.devices=8." in err
+    assert "trainer.accelerator='gpu'. Pass a number, such as --trainer.devices=8." in err
     status, out, err = command(
         tmp_path, monkeypatch, capsys, "plan", "--trainer.devices=8", yaml=yaml
     )

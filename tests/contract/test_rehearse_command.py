@@ -54,11 +54,11 @@ def test_machines_get_every_number_and_every_call(call, capfd):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rank=4"], "rank 4: 1 x 4 devices have the ranks 0 .. 3"),
+        (["--rank=4"], "rank=4 does not exist: num_nodes=1 times devices=4 have the ranks 0 to 3"),
         (["--devices=6"], "needs 4 devices or a multiple, but the Trainer has 6"),
         (["--model.init_args.overrides.num_layers=1"], "model.blocks has 1 blocks"),
         (["--model.init_args.overrides.num_heads=3"], "num_heads=3 does not divide model_dim=64"),
-        (["--config=nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        (["--config=nowhere.yaml"], "nowhere.yaml names a file that does not exist"),
     ],
     ids=["rank", "devices", "a stage without blocks", "a model's own error", "no file"],
 )

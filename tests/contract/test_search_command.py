@@ -322,7 +322,7 @@ def test_forecast_names_what_no_one_says_of_data_that_are_not_here(
     monkeypatch.delitem(sys.modules, "of_a_user")
     status, _, said = command(monkeypatch, capsys, "forecast", "--config", config, *words)
     assert status == 1
-    assert "the samples of a batch are not known" in said
+    assert "the number of samples in a batch is not known" in said
     asked = (*words, "--samples", 48)  # the cure of that message
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *asked)
     assert status == 0
@@ -330,7 +330,9 @@ def test_forecast_names_what_no_one_says_of_data_that_are_not_here(
     asked = (*words, "--samples", 47)
     status, _, said = command(monkeypatch, capsys, "forecast", "--config", config, *asked)
     assert status == 1
-    assert "--samples 47: 4 replicas with 2 batches each take a multiple of 8 samples" in said
+    assert (
+        "--samples 47 cannot be divided equally: with 4 replicas and 2 accumulated batches" in said
+    )
 
 
 def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -342,17 +344,20 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     own.write_text(TINY[: TINY.index("data:")] + "data: null\n")
     status, _, said = command(monkeypatch, capsys, "search", "--config", own)
     assert status == 1
-    assert "data: null leaves the samples of a batch to the model" in said
+    assert "with data: null the model makes the data loader" in said
     for words, why in (
-        (("--try", 3, "--nodes", 2), "--try 3 trains on this machine, and --nodes 2 are more"),
-        (("--picture", "found.jpg"), "path='found.jpg': the suffix must be one of"),
-        (("--try", -1), "--try -1 --try-seconds 600: use 0 or more layouts"),
+        (("--try", 3, "--nodes", 2), "--try 3 trains layouts on this machine, but --nodes 2 asks"),
+        (("--picture", "found.jpg"), "path='found.jpg' must have one of the suffixes"),
+        (("--try", -1), "--try -1 must be 0 or more layouts"),
     ):
         status, _, said = command(monkeypatch, capsys, "search", "--config", config, *words)
         assert status == 1
         assert why in said
     for strategy, why in (
-        ("auto_parallel", "auto_parallel chooses the sizes when trainer.fit sets up the model"),
+        (
+            "auto_parallel",
+            "auto_parallel chooses the parallel sizes when trainer.fit sets up the model",
+        ),
         ("ddp", "this command needs a strategy of lightning_par"),
     ):
         words = ("--config", config, "--devices", 2, f"--trainer.strategy={strategy}")
@@ -395,7 +400,7 @@ def test_the_fastest_of_the_first_layouts_is_found_by_training(
     assert [c["class_path"] for c in chosen["callbacks"]] == [saving["class_path"]]
     status, _, said = command(monkeypatch, capsys, *words, "--try", 1, "--try-seconds", 0.01)
     assert status == 1
-    assert "--try 1: no layout trains here." in said
+    assert "--try 1: none of the layouts that were tried could train on this machine." in said
     assert re.search(r"- .*zero 1.*: it had not ended after 0\.01 s", said)
     assert not [*here.iterdir(), *temporary.iterdir()]
 

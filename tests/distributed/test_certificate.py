@@ -78,7 +78,7 @@ def test_the_hash_is_that_of_the_whole_model(layout: str, tmp_path: Path) -> Non
     if layout == "one":
         assert found.proofs == {}
     else:
-        outcome = "in part: no update is compared, as every learning rate is 0"
+        outcome = "in part: the update is not compared, since every learning rate is 0"
         assert found.proofs == {"training step 0": outcome}
     if layout in ("zero3", "pp2"):
         assert "loss" in {made["name"] for made in found.decisions}

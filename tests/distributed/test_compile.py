@@ -44,5 +44,5 @@ def test_module_that_is_compiled_already_is_refused_before_anything_starts(layou
     size: dict[str, Any] = {f"{layout}_parallel_size": 2}
     strategy = lightning_par.Hybrid3DStrategy(**size)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1)
-    with pytest.raises(ConfigurationError, match=r"'model' went through.* compile_blocks=True"):
+    with pytest.raises(ConfigurationError, match=r"'model' was compiled.* compile_blocks=True"):
         trainer.fit(CompiledModel(), loader(ToyData(4), 2))

@@ -88,5 +88,5 @@ def test_other_first_weights_than_a_plain_trainer_has_are_said_with_what_gives_t
     assert told == []
     torch.testing.assert_close(cured, wanted, rtol=0, atol=0)
     _, told = run_ranks(first_weights, 2, False)[0]
-    assert ["configure_model makes weights" in text for text in told] == [True]
-    assert "make the model in __init__" in told[0]
+    assert ["configure_model creates weights" in text for text in told] == [True]
+    assert "create the model in __init__" in told[0]

@@ -114,7 +114,7 @@ def test_a_loop_that_forgets_to_reduce_is_told(rank: int, world: int) -> None:
     assert report.difference.kind == "gradient"
     (cause,) = report.causes
     assert cause.startswith("a missing all-reduce: gradients differ between ranks (emb.weight")
-    assert "that of rank 0 is of its own samples" in cause
+    assert "the gradient of rank 0 is that of its own samples" in cause
     assert compare(captured, model, batch_of(rank), step).equal
 
 
@@ -255,7 +255,7 @@ def test_weights_that_are_not_those_captured_are_told(rank: int, world: int) -> 
     assert report.difference is not None
     assert report.difference.kind == "start"
     assert "the weight of weight before the step has the norm" in str(report)
-    assert report.causes[0].startswith("the way of the weights to the ranks")
+    assert report.causes[0].startswith("wrong weights at the start of the step")
 
 
 @ranks(2)
@@ -278,7 +278,7 @@ def test_an_evaluation_is_compared_by_what_it_returns(rank: int, world: int) -> 
     assert report.difference.kind == "loss"
     report = compare(captured, net, batch, adds_up, replica=0)
     assert report.equal
-    assert report.notes == ("the step computes no gradients: only what it returns is compared",)
+    assert report.notes == ("the step computes no gradients, so only its result is compared",)
 
 
 def test_one_process_is_equal() -> None:

@@ -60,8 +60,8 @@ def test_hooks_clipping_and_manual_steps_are_followed(module: str) -> None:
 CAUSES = {
     "BatchNorm": "BatchNorm: net.statistics normalizes over the samples of one rank",
     "unequal labels": "a mean of means: the ranks have 27, 34 labels",
-    "contrastive": "a loss that is no mean over samples that weigh alike",
-    "sum over samples": "a sum over the samples, of which the strategy takes the mean",
+    "contrastive": "a loss that is not a mean with equal weights",
+    "sum over samples": "a loss that is a sum over the samples",
     "noise": "random numbers besides dropout",
 }
 
@@ -135,7 +135,7 @@ def fit(module: Any, strategy: Any, world: int, callbacks: Any, **options: Any) 
 FAULTY: dict[str, tuple[Any, str | None, str, str]] = {
     "forgets to reduce": (ForgetsToReduce, "gradient", "a missing all-reduce", "net.emb.weight"),
     "leaves one out": (LeavesOneOut, None, "a missing all-reduce", "net.head.bias"),
-    "sums": (Sums, "gradient", "the strategy computes something else", "by the factor 2"),
+    "sums": (Sums, "gradient", "the result of the strategy differs", "by the factor 2"),
 }
 
 
@@ -354,7 +354,10 @@ def test_a_fit_that_goes_on_says_that_the_update_is_not_compared(rank: int, worl
     trainer.fit_loop.epoch_loop.max_steps = 2
     trainer.fit(PlainModule(), DataLoader(token_pairs(), 4))
     assert proof.report.equal
-    assert "the update, which continues loaded states, is not compared" in proof.report.notes
+    assert (
+        "the update is not compared, since it continues from loaded optimizer states"
+        in proof.report.notes
+    )
 
 
 class Seeded(Callback):
@@ -391,19 +394,17 @@ def test_samples_that_an_evaluation_repeats_are_told(rank: int, world: int) -> N
         trainer.validate(Validated(), DataLoader(token_pairs(8), 2), verbose=False)
     told = [str(w.message) for w in caught if "counts" in str(w.message)]
     assert len(told) == (1 if rank == 0 else 0)
-    assert all("validation counts 1 of 7 samples twice" in text for text in told)
+    assert all("validation uses 1 of 7 samples twice" in text for text in told)
 
 
 def test_strategies_of_this_package_and_other_words_are_refused() -> None:
     trainer = quiet_trainer(
         devices=1, strategy=Hybrid3DStrategy(), callbacks=[FirstStepProof()], max_steps=1
     )
-    with pytest.raises(
-        ConfigurationError, match="Hybrid3DStrategy proves its steps itself"
-    ) as ours:
+    with pytest.raises(ConfigurationError, match="is not needed with Hybrid3DStrategy") as ours:
         trainer.fit(PlainModule(), DataLoader(token_pairs(), 4))
     assert ours.value.code == "LP808"
-    with pytest.raises(ConfigurationError, match="on_difference='stop': use 'warn' or 'raise'"):
+    with pytest.raises(ConfigurationError, match="on_difference='stop' must be 'warn' or 'raise'"):
         FirstStepProof(on_difference="stop")  # type: ignore[arg-type]
 
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_sampled_is_refused(given: Any, text: str) -> None:
 
 def test_a_module_that_does_not_generate_is_refused_at_the_start() -> None:
     trainer = quiet_trainer(devices=1, max_steps=1, callbacks=[SampleText([[1]])])
-    with pytest.raises(ConfigurationError, match="neither PlainModule nor a module in it"):
+    with pytest.raises(ConfigurationError, match="neither PlainModule nor a submodule"):
         trainer.fit(PlainModule(), DataLoader([0]))
 
 

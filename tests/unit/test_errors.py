@@ -186,4 +186,4 @@ def test_explain_prints_cause_example_and_cure(monkeypatch, capsys) -> None:
     assert [line.split()[0] for line in out.splitlines() if CODE.match(line)] == [*entries()]
     status, _, err = explain(monkeypatch, capsys, "LP999")
     assert status == 1
-    assert "LP999 is no code; did you mean" in err
+    assert "LP999 is no error code of lightning_par; did you mean" in err

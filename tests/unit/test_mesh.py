@@ -179,7 +179,7 @@ REFUSED = {
     ),
     "replicas at stage 0": (
         {"devices": 6, "auto": "data", "data_replicate": 2, "zero_stage": 0},
-        r"data_parallel_replicate_size=2 with zero_stage=0.*the 6 replicas.*zero_stage=1, 2 or 3",
+        r"data_parallel_replicate_size=2 has no effect .*the 6 replicas.*zero_stage=1, 2 or 3",
     ),
 }
 

@@ -304,9 +304,8 @@ class HostOptimizer:
         if missing:
             raise CheckpointError(
                 "LP507",
-                "the optimizer in the checkpoint was not Adam: its states are "
-                f"{', '.join(states)}, and {', '.join(missing)} is missing. Use the optimizer of "
-                "the checkpoint, or load only the weights.",
+                f"the optimizer of the checkpoint was not Adam: it has {', '.join(states)}, but "
+                f"no {', '.join(missing)}. Use that optimizer, or load only the weights.",
             )
         for name, target in held.targets(states).items():
             if name in states:
@@ -400,8 +399,7 @@ class HostOptimizer:
             raise OffloadError(
                 "LP603",
                 f"the gradient of a parameter of shape {tuple(held.parameter.shape)} was computed "
-                "in several parts, as with reentrant checkpointing, and a part arrived after the "
-                "update of the parameter had started. Use overlap='off'.",
+                "in several parts, one of them after its update had started. Use overlap='off'.",
             )
         # This is rare enough to wait for both copies: the slot is read here, and then overwritten.
         self._copy_stream.record_event().synchronize()

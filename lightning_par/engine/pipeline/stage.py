@@ -219,10 +219,10 @@ class Stage:
             raise PipelineError(
                 "LP406",
                 f"the step returned before it had called block {self.end_block}. It skipped "
-                "blocks, returned early, or caught the BaseException that ends a pipeline stage "
-                "(a bare `except:` around the model call). Call the whole model once for every "
-                "batch, and write `except Exception:` instead of `except:`. To skip a batch, "
-                "remove it in the data set or collate_fn. Or use pipeline_parallel_size=1.",
+                "blocks, returned early, or caught the BaseException that ends a stage (a bare "
+                "`except:` around the model call). Call the whole model once for every batch, and "
+                "catch Exception. To skip a batch, remove it in the data set or collate_fn; or "
+                "use pipeline_parallel_size=1.",
             )
         if self.is_last and self.end_block - 1 not in state.called:
             raise PipelineError(
@@ -262,9 +262,8 @@ class Stage:
             raise PipelineError(
                 "LP406",
                 f"block {block} is called through checkpoint(..., use_reentrant=True), which "
-                "records no autograd graph, so the backward cannot continue on another pipeline "
-                "stage. Pass use_reentrant=False, or use the ActivationCheckpointing callback "
-                "instead.",
+                "records no autograd graph that another stage could continue. Pass "
+                "use_reentrant=False, or use the ActivationCheckpointing callback.",
             )
         state.called.add(block)
         is_last_block = block == self.end_block - 1
@@ -344,9 +343,8 @@ class _AbsentTensor(Tensor):
             raise PipelineError(
                 "LP407",
                 f"{fqn} is on another pipeline stage than the code that uses it. Name its module "
-                "in ParallelPlan(replicated=...), which puts a copy on every stage. A block "
-                "cannot be replicated: use its parameters in the forward of the block, or use "
-                "pipeline_parallel_size=1.",
+                "in ParallelPlan(replicated=...) to have it on every stage. Use parameters of a "
+                "block only in the forward of the block, or use pipeline_parallel_size=1.",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -526,8 +524,7 @@ class AbsentModule(_Shape):
         raise PipelineError(
             "LP407",
             f"{self.__dict__['_fqn']} is placed on the last pipeline stage, but was called before "
-            "the blocks. Name it in ParallelPlan(first=...), or in ParallelPlan(replicated=...) "
-            "if it is also used after the blocks.",
+            "the blocks. Name it in ParallelPlan(first=...) or ParallelPlan(replicated=...).",
         )
 
 
@@ -559,10 +556,9 @@ class GhostModule(_Shape):
         stage = self.__dict__["_stage"]
         if stage is not None and stage.passed_blocks:
             stage.problems.add(
-                f"{self.__dict__['_fqn']} is used after the blocks, but is placed on the first "
-                "pipeline stage, since it is defined before the blocks. Name it in "
-                "ParallelPlan(last=...), or in ParallelPlan(replicated=...) if it is also used "
-                "before the blocks."
+                f"{self.__dict__['_fqn']} is used after the blocks, but defined before them, and "
+                "so placed on the first pipeline stage. Name it in ParallelPlan(last=...), or in "
+                "replicated= if it is also used before them."
             )
         given, spec = tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
@@ -580,9 +576,9 @@ class GhostModule(_Shape):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} returns a tensor of {tensor.dtype} on the first "
-                "pipeline stage, and later stages need its values. Name this module, and the "
-                "modules that compute its inputs, in ParallelPlan(replicated=...).",
+                f"{self.__dict__['_fqn']} returns a tensor of {tensor.dtype} whose values later "
+                "pipeline stages need. Name it, and the modules that compute its inputs, in "
+                "ParallelPlan(replicated=...).",
             )
         return poison(tensor.shape, tensor.dtype, device)
 
@@ -598,7 +594,7 @@ class GhostModule(_Shape):
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} is on another pipeline stage. Here only the shapes of "
-                "its outputs are computed, but its forward needs the values of tensors "
-                f"({str(error).splitlines()[0]}). Name it in ParallelPlan(replicated=...).",
+                f"{self.__dict__['_fqn']} is on another pipeline stage, and its forward needs "
+                f"values to compute its shapes here ({str(error).splitlines()[0]}). Name it in "
+                "ParallelPlan(replicated=...).",
             ) from error

@@ -111,9 +111,7 @@ class OtherStep:
         one = self._run(joined, 0)
         records = (*self.noted.gradients, *one.gradients)
         if self.may_evaluate and not any(records):
-            self.notes.append(
-                "the step computes no gradients, so only the values that it returns are compared"
-            )
+            self.notes.append("the step computes no gradients, so only its result is compared")
         elif not any(bool(g.any()) for held in one.gradients for g in (held or {}).values()):
             raise CannotProveError("all of its gradients are zero")
         difference = self._measure(self.noted, one)

@@ -176,7 +176,7 @@ def test_weights_that_are_computed_are_read_by_from_pretrained(tmp_path: Path) -
     module = pretrained("hrm", tmp_path)
     fit(module, "hrm", devices=1)
     for told, weights in run_ranks(train_pretrained, 2, "hrm", tmp_path, timeout=120):
-        assert "cannot read only its own part of it. Build the model with from_pretrained" in told
+        assert ". Build the model with from_pretrained" in told
         torch.testing.assert_close(weights, module.state_dict(), rtol=0, atol=1e-10)
 
 

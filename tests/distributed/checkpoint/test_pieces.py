@@ -66,7 +66,7 @@ def test_strips_of_a_dim_are_refused_and_not_taken_for_a_block(rank: int, world:
     held = DTensor.from_local(
         torch.zeros(4, 2), mesh, strips, run_check=False, shape=(8, 2), stride=(2, 1)
     )
-    with pytest.raises(CheckpointError, match="several strips of a dim"):
+    with pytest.raises(CheckpointError, match="several separate parts of one dim"):
         cut_piece("weight", held)
-    with pytest.raises(PlanError, match="one block of one dim"):
+    with pytest.raises(PlanError, match="one contiguous block of one dim"):
         shard_parameter(torch.zeros(8, 2), strips, mesh, requires_grad=True)

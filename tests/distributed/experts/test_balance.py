@@ -85,7 +85,9 @@ def test_a_model_without_experts_is_refused() -> None:
     trainer = quiet_trainer(
         devices=1, max_epochs=1, limit_val_batches=0, callbacks=[ExpertBalance()]
     )
-    with pytest.raises(ConfigurationError, match=r"ToyModule has no Router of lightning_par\.mod"):
+    with pytest.raises(
+        ConfigurationError, match=r"a Router of lightning_par\.models, but ToyModule has none"
+    ):
         trainer.fit(ToyModule(), loader(ToyData(4), 4), loader(ToyData(4), 4))
 
 
@@ -93,5 +95,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     load = {"layer 0": [[1.0, 2.0]]}
     with pytest.raises(ConfigurationError, match=r"a\.gif'.*one of \.pdf, \.png, \.svg"):
         draw_expert_load(load, [1], tmp_path / "a.gif", title="t")
-    with pytest.raises(ConfigurationError, match="no load to draw: 0 layers at 1 times"):
+    with pytest.raises(
+        ConfigurationError,
+        match="no load of experts to draw: it was recorded for 0 layers at 1 steps",
+    ):
         draw_expert_load({}, [1], tmp_path / "a.svg", title="t")

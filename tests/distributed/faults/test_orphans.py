@@ -46,5 +46,5 @@ def test_ranks_end_whose_first_process_ended_before_they_came(kind: str, tmp_pat
         time.sleep(0.1)
     said = log.read_text()
     assert not marked(tmp_path), said
-    assert "the process that started this one" in said
+    assert "the process that started this process" in said
     assert "did not come to the rendezvous" not in said

@@ -171,14 +171,14 @@ def test_what_does_not_come_again_is_a_device(layout: str, fault: str, named: st
 def test_the_first_stage_is_named() -> None:
     text = _error("pp2", "weight_gradient_once", 0)
     assert "the device of rank 0 (host" in text
-    assert "only gradients of this part of the model have changed" in text
+    assert "only gradients of its part of the model differ" in text
 
 
 @pytest.mark.parametrize("layout", ["zero3", "tp2", "pp2"])
 def test_what_comes_again_is_the_software(layout: str) -> None:
     text = _error(layout, "activation_always")
     assert f"step {_STEP} on" in text
-    assert "differs again: it is the software" in text
+    assert "differs again, so the cause is the software" in text
     assert "To try:" in text
     assert "LP801" in text
 
@@ -187,7 +187,8 @@ def test_what_comes_again_is_the_software(layout: str) -> None:
 def test_copies_that_differ_name_the_weight(layout: str) -> None:
     text = _error(layout, "weight_flips")
     axis = "tp" if layout == "tp2" else "dp_replicate"
-    assert f"norm.weight, of which the ranks of {axis} hold copies: ranks 0, 1 hold 2" in text
+    assert f"the ranks of {axis} hold copies of " in text
+    assert "norm.weight, but ranks 0, 1 hold 2" in text
     assert "code writes to them on some ranks only" in text
     assert "LP807" in text
 
@@ -201,7 +202,7 @@ def test_rows_that_give_no_number_are_the_data(layout: str, nonfinite: str) -> N
     for error, steps, _ in found:
         assert ("LP313" in error) == (nonfinite == "raise")
         assert steps == (_STEP if nonfinite == "raise" else 7)
-    told = [text for text in found[0][2] if "look at the data" in text]
+    told = [text for text in found[0][2] if "the cause is the data" in text]
     assert len(told) == 1
     assert f"Step {_STEP} (epoch 0, batch {_STEP}): its loss is nan" in told[0]
     assert "Alone, rows 3, 6 are odd" in told[0]
@@ -212,7 +213,7 @@ def test_a_row_that_is_far_out_is_the_data(layout: str) -> None:
     options = {"weights": {8 * 6 + 5: 1e4}, "verify": "every 2"}
     found = run_ranks(_train, 2, layout, timeout=120, **options)
     assert [(error, steps) for error, steps, _ in found] == [("", 7)] * 2
-    told = [text for text in found[0][2] if "look at the data" in text]
+    told = [text for text in found[0][2] if "the cause is the data" in text]
     assert len(told) == 1
     assert "Step 6 (epoch 0, batch 6): its loss" in told[0]
     assert "Alone, row 5 is odd" in told[0]
@@ -246,4 +247,4 @@ def test_missing_memory_of_the_proof_names_the_proof(rank: int, world: int, wher
         ):
             made.fit(PlainModule(), batches)
         told = "\n".join(caught.value.__notes__)
-        assert ("verify=False trains without it" in told) == (found is error)
+        assert ("verify=False trains without the comparison" in told) == (found is error)

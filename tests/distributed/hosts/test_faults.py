@@ -14,7 +14,7 @@ OTHERS[1] = r"rank 0 \(pp 0, tp 0\), rank 1 \(pp 0, tp 1\)"
 ENDED = r"answers, but its processes have ended"
 CUT = r"does not answer at 10\.77\.0\.\d: it is down, or the network to it is cut"
 FROZEN = r"answers at 10\.77\.0\.\d, but its processes do not: they are frozen"
-LOST = r"does not find rank 0: MASTER_ADDR='nohost': .*Set MASTER_ADDR, on every host, to a name"
+LOST = r"cannot find rank 0 by MASTER_ADDR='nohost' .*Set MASTER_ADDR on every host to a name"
 SAID = {
     "host killed": ENDED,
     "first host killed": ENDED,

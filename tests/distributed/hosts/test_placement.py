@@ -47,5 +47,5 @@ def test_tensor_parallel_group_across_hosts_is_refused_unless_asked_for(
         assert codes == [1] * 4, hosts.texts()
         for task in (task for host in hosts for task in host.tasks):
             assert "rank 0 on host host0 and rank 1 on host host1; rank 2 on" in task.text()
-            assert "or say tensor_parallel_across_hosts=True." in task.text()
+            assert "pass tensor_parallel_across_hosts=True." in task.text()
         assert [host.left() for host in hosts] == [[], []]

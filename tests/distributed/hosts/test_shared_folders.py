@@ -11,8 +11,10 @@ from tests.support.hosts import open_hosts
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 
-WRITES = "host host1 does not see what rank 0 on host host0 writes in {}, where checkpoints go"
-READS = "host host1 does not see {}, which others do. Use a folder on a file system that all hosts"
+WRITES = "host host1 does not see files that rank 0 on host host0 writes to {}, the folder"
+READS = (
+    "host host1 does not see {}, but other hosts do. Use a folder on a file system that all hosts"
+)
 
 
 def try_all(out: Path) -> None:

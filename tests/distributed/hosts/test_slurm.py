@@ -96,5 +96,7 @@ def test_heterogeneous_job_trains_or_is_refused(cluster: Slurm, tmp_path: Path) 
     assert dict(read_losses(even)) == pytest.approx(wanted, rel=0, abs=TOLERANCE)
     job = submit(cluster, uneven, "--nodes=1", "--ntasks-per-node=2", *other, groups=groups)
     assert cluster.wait(job) == "FAILED"
-    text = "3 processes were started, but num_nodes=2 times devices=1 are 2."
+    text = (
+        "3 processes were started, but the Trainer expects num_nodes=2 times devices=1, which is 2."
+    )
     assert (uneven / "log").read_text().count(text) == 3

@@ -81,7 +81,7 @@ def train(
     )
     held_out = loader(PaddedText(4, family, explicit=explicit), batch_size)
     with DoublePrecision(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*names no blocks, so every step.*")  # T5
+        warnings.filterwarnings("ignore", ".*does not say which modules are its blocks, so.*")  # T5
         trainer.fit(user, loader(samples, batch_size), held_out)
     state = getattr(trainer.strategy, "gather_state_dict", user.state_dict)()
     return {

@@ -171,7 +171,7 @@ def test_nothing_is_added_up_if_every_batch_is_a_step() -> None:
         ({"accumulate_on": "disk"}, r"accumulate_on='disk' must be 'device' or 'host'"),
         (
             {"accumulate_on": "host", "offload_fraction": 0.5},
-            r"accumulate_on='host' with offload_fraction=0.5: .* Use one of them",
+            r"accumulate_on='host' is not supported with offload_fraction=0.5, .* Use only one",
         ),
     ],
 )

@@ -43,7 +43,7 @@ class Twice(PlainNet):
 
 
 STREAMS = {"on_nonfinite": "ignore"}
-PARTS = "came in several parts.*Use overlap='off'.*explain LP603"
+PARTS = "was computed in several parts.*Use overlap='off'.*explain LP603"
 
 
 @CASES.add(refused={"zero2": PARTS}, strategy=STREAMS | on_host(bucket_size_mb=1e-3))
@@ -67,7 +67,9 @@ class Halves(Adam):
         self.halve()
 
 
-WRITTEN = "was changed while .* as in on_validation_start, or use delayed_update=False.*plain LP603"
+WRITTEN = (
+    "was changed while .* such as on_validation_start, or use delayed_update=False.*plain LP603"
+)
 
 
 @CASES.add(refused={"zero2": WRITTEN}, strategy=on_host(delayed_update=0))

@@ -137,10 +137,10 @@ def test_start_up_refuses_what_the_host_cannot_hold(rank: int, world: int) -> No
     """Before anything is allocated: the model is on meta."""
     trainer = quiet_trainer(strategy="zero_offload", devices=1, max_steps=1)
     says = "cannot hold the model: " + (
-        r"every device needs 262144\.\d+ GiB before activations and has 80\.00 GiB, and the host "
-        r"needs 1048576\.\d+ GiB for 1 ranks and can give"
+        r"every device needs 262144\.\d+ GiB without activations, but has 80\.00 GiB, and the host "
+        r"needs 1048576\.\d+ GiB of CPU memory for its 1 ranks, but"
         if is_wanted()
-        else r"the host needs 1310\d+\.\d+ GiB for 1 ranks and can give"
+        else r"the host needs 1310\d+\.\d+ GiB of CPU memory for its 1 ranks, but"
     )
     with pytest.raises(lightning_par.LightningParError, match=says):
         trainer.fit(Enormous(), loader(ToyData(4), 2), loader(ToyData(4), 2))

@@ -98,7 +98,7 @@ class Nothing(ToyModule):
 def train_nothing(rank: int, world: int) -> str:
     strategy = lightning_par.Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=world)
     trainer = quiet_trainer(strategy=strategy, devices=world, max_epochs=1)
-    with pytest.raises(ValueError, match=r"empty|without parameters") as caught:
+    with pytest.raises(ValueError, match=r"empty|has no parameter") as caught:
         trainer.fit(Nothing(), loader(ToyData(4), 4), loader(ToyData(4), 4))
     return str(caught.value)
 
@@ -106,7 +106,7 @@ def train_nothing(rank: int, world: int) -> str:
 def test_nothing_to_train_at_all_is_refused_on_every_rank() -> None:
     assert "empty parameter list" in run_ranks(train_nothing, 1)[0]
     for said in run_ranks(train_nothing, 2):
-        assert "an optimizer without parameters: no pipeline stage holds any" in said
+        assert "an optimizer that has no parameter of the LightningModule" in said
 
 
 class NoOptimizer(ToyModule):

@@ -138,9 +138,7 @@ class GraphModule(LightningModule):
 
 @CASES.add(
     equal="tp2 pp2_one_microbatch zero1 zero3",
-    refused={
-        "pp2": r"It runs on all 8\. .* by a number \(graphs, boxes\), use num_microbatches=1\."
-    },
+    refused={"pp2": r"all 8 samples .* by a number \(graphs, boxes\), use num_microbatches=1\."},
 )
 def graphs_whose_nodes_name_their_graph() -> Any:
     return GraphModule(), list(range(32)), Graphs
@@ -192,7 +190,7 @@ def unequal_graphs_declared_whole() -> Any:
     return of_unequal_graphs(GraphModule)
 
 
-@CASES.add(refused={"zero1 zero3": r"whole=\(.*nothing tells .* loss_weight=lambda batch: \.\.\."})
+@CASES.add(refused={"zero1 zero3": r"whole=\(.*is not known\. .* loss_weight=lambda batch: \.\.\."})
 def unequal_graphs_without_a_weight() -> Any:
     return of_unequal_graphs(SquaredGraphs)
 
@@ -326,7 +324,9 @@ def half_labeled(*, absent: bool) -> Any:
     return collate
 
 
-@CASES.add(refused={"pp2 zero3": "the batch has no entry 'y'.*name none: .*BatchLayout\\(\\)\\)"})
+@CASES.add(
+    refused={"pp2 zero3": "the batch has no entry 'y'.*declare none, as in .*BatchLayout\\(\\)\\)"}
+)
 def labels_that_some_batches_lack() -> Any:
     class Module(HalfLabeled):
         batch = BatchLayout(labels="y")

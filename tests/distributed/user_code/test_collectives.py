@@ -123,8 +123,12 @@ def test_samples_of_all_replicas_are_gathered_and_counted_once(layout: str, kind
 @pytest.mark.parametrize(
     ("layout", "kind", "pattern"),
     [
-        ("zero1tp2", "all_reduce", "on_validation_epoch_end .*2 of which have the same samples"),
-        ("pp2", "Summing", "loss .*but only those of the last pipeline stage"),
+        (
+            "zero1tp2",
+            "all_reduce",
+            "on_validation_epoch_end .*each 2 of them have the same samples",
+        ),
+        ("pp2", "Summing", "loss .*but only the ranks of the last pipeline stage"),
     ],
 )
 def test_a_collective_that_counts_samples_twice_is_refused(

@@ -43,12 +43,12 @@ class TowerBefore(Net):
         return self.tower(self.emb(x))
 
 
-@CURES.add("LP407", r"net\.tower belongs to the last.*first=", first=("net.tower",))
+@CURES.add("LP407", r"net\.tower is placed on the last.*first=", first=("net.tower",))
 def a_module_behind_the_blocks_used_before_them(cured: bool) -> nn.Module:
     return TowerBefore()
 
 
-@CURES.add("LP407", r"net\.tower belongs to the last.*replicated=", replicated=("net.tower",))
+@CURES.add("LP407", r"net\.tower is placed on the last.*replicated=", replicated=("net.tower",))
 def a_module_used_before_and_behind_the_blocks(cured: bool) -> nn.Module:
     class Both(TowerBefore):
         def behind(self, h: Tensor, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def a_module_used_before_and_behind_the_blocks(cured: bool) -> nn.Module:
     return Both()
 
 
-@CURES.add("LP407", r"net\.emb\.weight lives on another.*replicated=", replicated=("net.emb",))
+@CURES.add("LP407", r"net\.emb\.weight is on another.*replicated=", replicated=("net.emb",))
 def a_weight_of_the_first_stage_in_the_head(cured: bool) -> nn.Module:
     class Tied(Net):
         def behind(self, h: Tensor, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def a_weight_of_the_first_stage_in_the_head(cured: bool) -> nn.Module:
     return Tied()
 
 
-@CURES.add("LP407", r"net\.emb is run for its shapes.*replicated=", replicated=("net.emb",))
+@CURES.add("LP407", r"net\.emb is on another .* shapes .*replicated=", replicated=("net.emb",))
 def a_module_of_the_first_stage_that_needs_values(cured: bool) -> nn.Module:
     class Scaled(nn.Embedding):
         def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def a_module_of_the_first_stage_that_needs_values(cured: bool) -> nn.Module:
     return Values()
 
 
-@CURES.add("LP314", r"a value that lives on another.*replicated=", replicated=("net.emb",))
+@CURES.add("LP314", r"a module that another pipeline.*replicated=", replicated=("net.emb",))
 def values_of_the_first_stage_behind_the_blocks(cured: bool) -> nn.Module:
     class Skips(Net):
         def before(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def a_head_defined_before_the_blocks(cured: bool) -> nn.Module:
     return net
 
 
-@CURES.add("LP406", "was called twice.*Join the inputs of both calls")
+@CURES.add("LP406", "was called twice.*Concatenate the inputs of both")
 def two_forwards_in_a_step(cured: bool) -> nn.Module:
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def blocks_in_a_reentrant_checkpoint(cured: bool) -> nn.Module:
     return Recomputed()
 
 
-@CURES.add("LP406", r"Call the block, as in block\(x\)")
+@CURES.add("LP406", r"Call block\(x\) instead")
 def blocks_whose_forward_is_called_by_name(cured: bool) -> nn.Module:
     class ByName(Net):
         def call(self, block: nn.Module, h: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def a_bare_except_around_the_model(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP407",
-    r"net\.kind gives a tensor of torch\.int64.*modules that give its inputs, in .*replicated=",
+    r"net\.kind returns a tensor of torch\.int64.*that compute its inputs, in .*replicated=",
     replicated=("net.kind", "net.emb"),
 )
 def a_module_behind_the_blocks_that_gives_integers(cured: bool) -> nn.Module:
@@ -211,7 +211,7 @@ def a_module_behind_the_blocks_that_gives_integers(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP407", r"a hook calls net\.head.*Call the LightningModule, or the module that holds all"
+    "LP407", r"a hook calls net\.head.*Call the LightningModule or the module that contains all"
 )
 def a_hook_that_calls_the_head(cured: bool) -> nn.Module:
     class Module(PlainModule):
@@ -247,7 +247,7 @@ def a_hook_on_the_gradient_of_the_logits(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP406", r"net\.blocks\.\d is called outside of a step.*the module that holds all blocks"
+    "LP406", r"net\.blocks\.\d is called outside of a step.*the module that contains all blocks"
 )
 def a_hook_that_calls_the_blocks(cured: bool) -> nn.Module:
     class Module(PlainModule):
@@ -325,7 +325,7 @@ class Leaves(nn.Module):
         return h
 
 
-_KEEPS = r"net\.blocks\.0 is on another pipeline stage than the code that reads its aux,"
+_KEEPS = r"the code reads the attribute aux of net\.blocks\.0,"
 
 
 @CURES.add("LP409", rf"{_KEEPS}.*carried=\('aux',\)", carried=("aux",))
@@ -364,7 +364,7 @@ def losses_that_blocks_keep_in_the_place_of_none(cured: bool) -> nn.Module:
     return Keeping()
 
 
-@CURES.add("LP409", rf"{_KEEPS}.*or return it with its output")
+@CURES.add("LP409", rf"{_KEEPS}.*or let the block return it")
 def losses_that_blocks_return(cured: bool) -> nn.Module:
     class Returning(Net):
         def __init__(self) -> None:

@@ -30,7 +30,7 @@ def each_loss(module: PlainModule, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none").mean(1)
 
 
-@CURES.add("LP302", r"the batch has no entry 'weights'.*Give every batch one \(ones, where all")
+@CURES.add("LP302", r"the batch has no entry 'weights'.*to every batch, with ones where all")
 def weights_that_some_batches_lack(cured: bool) -> Any:
     class Module(PlainModule):
         batch = BatchLayout(loss_weight="weights")
@@ -71,7 +71,7 @@ def _attending() -> nn.Module:
     return net
 
 
-@CURES.add("LP322", r"declares \(labels=, ignore_index=\), or weighted by loss_weight=", "cp2")
+@CURES.add("LP322", r"declares, or be weighted by BatchLayout\(loss_weight=", "cp2")
 def class_weights_on_divided_sequences(cured: bool) -> Any:
     classes = torch.linspace(0.1, 3.0, 64, dtype=torch.float64)
 
@@ -89,7 +89,7 @@ def class_weights_on_divided_sequences(cured: bool) -> Any:
     return Module(_attending())
 
 
-@CURES.add("LP309", r"write:\n  - .* draws from a generator of its own, draw in the dataset or")
+@CURES.add("LP309", r"write:\n  - .* draws from its own generator, draw them in the dataset")
 def weights_from_a_generator_of_the_step(cured: bool) -> Any:
     generator = np.random.default_rng(1)
 
@@ -180,7 +180,7 @@ def drawing(draw_in_step: Any, draw_in_data: Any) -> Any:
     return Module(), Pairs(draw_in_data) if draw_in_data else token_pairs()
 
 
-@CURES.add("LP311", r"random numbers of NumPy .*Draw them by torch .*, or in the data set")
+@CURES.add("LP311", r"with NumPy or Python .*Draw the numbers with torch .* or in the data set")
 def numbers_of_numpy_in_the_data_set(cured: bool) -> Any:
     return drawing(
         lambda losses: torch.from_numpy(np.random.rand(len(losses))),
@@ -188,7 +188,7 @@ def numbers_of_numpy_in_the_data_set(cured: bool) -> Any:
     )
 
 
-@CURES.add("LP311", r"draws by poisson for each sample.*Draw in the data set")
+@CURES.add("LP311", r"calls poisson for each sample.*Draw the numbers in the data set")
 def numbers_by_values_in_the_data_set(cured: bool) -> Any:
     rate = torch.tensor(3.0)
     return drawing(
@@ -197,7 +197,7 @@ def numbers_by_values_in_the_data_set(cured: bool) -> Any:
     )
 
 
-@CURES.add("LP311", r"belong to no single sample.*Draw them in the data set")
+@CURES.add("LP311", r"do not show which random .*Draw the numbers in the data set")
 def numbers_of_no_single_sample_in_the_data_set(cured: bool) -> Any:
     return drawing(
         lambda losses: torch.rand(len(losses) + 1).diff(),
@@ -213,14 +213,14 @@ class LeavesOut(PlainModule):
         return None if batch[0][0, 0] == 0 else loss
 
 
-@CURES.add("LP318", r"To leave out a batch by its data, leave its samples out of the data", "zero1")
+@CURES.add("LP318", r"To skip a batch because of its data, remove its samples", "zero1")
 def samples_left_out_of_the_data_set(cured: bool) -> Any:
     pairs = [(1 + x % 60, y) for x, y in token_pairs(64)]
     pairs[9][0][0] = 0
     return LeavesOut(), [pair for pair in pairs if not cured or pair[0][0] > 0]
 
 
-@CURES.add("LP406", r"to leave out a batch, leave it out in the data set or collate_fn")
+@CURES.add("LP406", r"To skip a batch, remove it in the data set or collate_fn")
 def batches_left_out_in_the_collate_function(cured: bool) -> Any:
     pairs = [(1 + x % 60, y) for x, y in token_pairs(64)]
     pairs[8][0][0] = 0
@@ -251,7 +251,7 @@ def cut(batch: Any) -> Any:
     return [entry[:, :length] for entry in batch]
 
 
-@CURES.add("LP405", r"changed its shape for a batch of the same.*Cut or pad .* in the collate_fn")
+@CURES.add("LP405", r"has a different shape than before.*Cut or pad .* in the collate_fn")
 def batches_cut_in_the_collate_function(cured: bool) -> Any:
     pairs = [(1 + x % 60, 1 + y % 60) for x, y in token_pairs()]
     for place, pair in enumerate(pairs):
@@ -269,7 +269,7 @@ class Scaled(nn.Module):
         return h + scale * torch.tanh(self.inner(h)), scale
 
 
-@CURES.add("LP405", r"besides tensors, changed.*Hand on what changes as a tensor, of one shape")
+@CURES.add("LP405", r"that is not a tensor has changed.*Return the value that changes as a")
 def a_number_that_changes_handed_on_as_a_tensor(cured: bool) -> Any:
     class Net(PlainNet):
         def __init__(self) -> None:
@@ -293,9 +293,7 @@ def a_number_that_changes_handed_on_as_a_tensor(cured: bool) -> Any:
     return Module(Net())
 
 
-@CURES.add(
-    "LP325", r"changes the shape of the buffer total .*largest shape from the start", "zero1"
-)
+@CURES.add("LP325", r"changes the shape of the buffer total .*largest shape in __init__", "zero1")
 def a_sum_of_the_largest_shape(cured: bool) -> Any:
     class Module(PlainModule):
         def __init__(self) -> None:
@@ -336,7 +334,7 @@ def documents(lengths: list[int]) -> Any:
     return Module(), [{"input_ids": x, "labels": x, "position_ids": places} for x in rows]
 
 
-@CASES.add(refused={"cp2": "start again inside a row.*one document in a row"})
+@CASES.add(refused={"cp2": "start again at 0 inside a row.*one document in each row"})
 def several_documents_in_a_row() -> Any:
     return documents([5, 7])
 

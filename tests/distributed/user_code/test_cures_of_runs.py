@@ -15,7 +15,7 @@ CURES = Cures(__name__)
 CASES = CURES.cases
 
 
-@CURES.add("LP104", r"the mesh exists once .* Read it in setup or a later hook", "zero2")
+@CURES.add("LP104", r"strategy\.mesh was read before .* in setup or a later hook", "zero2")
 def the_number_of_replicas_for_a_learning_rate(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def configure_callbacks(self) -> Any:
@@ -60,17 +60,17 @@ class Distills(PlainModule):
         return super().loss(batch) + (logits - wanted).square().mean()
 
 
-@CURES.add("LP328", r"Copy it before the mesh takes it over, as in __init__ or setup", "zero3")
+@CURES.add("LP328", r"Copy the module before it is sharded, as in __init__ or setup", "zero3")
 def a_teacher_that_is_copied_on_the_mesh(cured: bool) -> nn.Module:
     return Distills("init" if cured else "fit")
 
 
-@CURES.add("LP328", r"Copy it before the mesh takes it over, as in __init__ or setup", "zero1")
+@CURES.add("LP328", r"Copy the module before it is sharded, as in __init__ or setup", "zero1")
 def a_teacher_that_is_copied_in_setup(cured: bool) -> nn.Module:
     return Distills("setup" if cured else "fit")
 
 
-@CURES.add("LP328", r"Copy it before the mesh takes it over, as in __init__ or setup", "pp2")
+@CURES.add("LP328", r"Copy the module before it is sharded, as in __init__ or setup", "pp2")
 def a_teacher_that_is_copied_under_a_pipeline(cured: bool) -> nn.Module:
     class Module(Distills):
         """Its teacher averages the weights, and nothing is computed with it."""
@@ -172,7 +172,7 @@ def values_of_another_parameter(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP328", r"or copy its weights alone, .name: w\.detach\(\)\.clone", "zero1")
+@CURES.add("LP328", r"or copy only its weights: .name: w\.detach\(\)\.clone", "zero1")
 def weights_that_are_copied_on_the_mesh(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_fit_start(self) -> None:
@@ -207,7 +207,7 @@ class MadeOnTheMesh(PlainModule):
         return super().loss(batch) * self.scale.mean()
 
 
-@CURES.add("LP209", r"scale: the constructor leaves all 32 values .*nn\.init\.", "zero3")
+@CURES.add("LP209", r"the parameter scale with .* its 32 values.*nn\.init\.", "zero3")
 def a_parameter_without_values(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         def make(self) -> Any:
@@ -217,7 +217,7 @@ def a_parameter_without_values(cured: bool) -> nn.Module:
     return Module(cured)
 
 
-@CURES.add("LP209", r"scale: no initialization was recorded.*inside configure_model", "zero3")
+@CURES.add("LP209", r"the parameter scale .* not made inside configure_model", "zero3")
 def a_parameter_on_meta(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         def make(self) -> Any:
@@ -229,7 +229,7 @@ def a_parameter_on_meta(cured: bool) -> nn.Module:
     return module
 
 
-@CURES.add("LP209", r"scale: this parameter .* outside configure_model.*Make it inside", "zero3")
+@CURES.add("LP209", r"the parameter scale .* outside configure_model.*Make it inside", "zero3")
 def a_parameter_that_is_made_on_meta(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         def make(self) -> Any:
@@ -240,7 +240,7 @@ def a_parameter_that_is_made_on_meta(cured: bool) -> nn.Module:
     return module
 
 
-@CURES.add("LP210", r"needs the values of .*Compute it from shapes", "zero3")
+@CURES.add("LP210", r"needs the values of .*Compute the result from shapes", "zero3")
 def a_number_of_a_weight_that_is_made(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         def make(self) -> Any:
@@ -251,7 +251,7 @@ def a_number_of_a_weight_that_is_made(cured: bool) -> nn.Module:
     return Module(cured)
 
 
-@CURES.add("LP210", r"needs the values of .*move it to the first step", "zero3")
+@CURES.add("LP210", r"needs the values of .*or compute it in the first step", "zero3")
 def a_number_of_a_weight_in_the_first_step(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         start = None
@@ -270,7 +270,9 @@ def a_number_of_a_weight_in_the_first_step(cured: bool) -> nn.Module:
     return Module(cured)
 
 
-@CURES.add("LP210", r"the buffer origin is a copy of a parameter.*from values of its own", "zero3")
+@CURES.add(
+    "LP210", r"the buffer origin was computed .*Compute the buffer from other values", "zero3"
+)
 def a_buffer_that_copies_a_weight(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         def make(self) -> Any:
@@ -311,12 +313,12 @@ class Pickles(PlainModule):
         self.save("on_fit_end")
 
 
-@CURES.add("LP328", r"write torch\.save\(self\.net\.state_dict\(\), path\)", "pp2")
+@CURES.add("LP328", r"call torch\.save\(self\.net\.state_dict\(\), path\)", "pp2")
 def blocks_that_are_pickled(cured: bool) -> nn.Module:
     return Pickles("on_train_batch_end", whole=not cured, part="net.blocks.0")
 
 
-@CURES.add("LP328", r"write torch\.save\(self\.net\.state_dict\(\), path\)", "zero3")
+@CURES.add("LP328", r"call torch\.save\(self\.net\.state_dict\(\), path\)", "zero3")
 def shards_that_are_pickled(cured: bool) -> nn.Module:
     return Pickles("on_train_batch_end", whole=not cured)
 

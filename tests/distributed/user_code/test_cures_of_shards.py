@@ -35,7 +35,7 @@ class Bounded(PlainModule):
             weight.data.copy_(torch.renorm(weight.data, 2, 0, 1.0))
 
 
-@CURES.add("LP207", r"vocab_embedding: .*on_train_batch_end .torch\.renorm", "tp2")
+@CURES.add("LP207", r"'vocab_embedding': .*on_train_batch_end .torch\.renorm", "tp2")
 def an_embedding_with_a_bound_on_shards(cured: bool) -> nn.Module:
     return Bounded(cured)
 
@@ -105,7 +105,7 @@ class Around(nn.Module):
 
 @CURES.add(
     "LP208",
-    r"net\.head.* mixes a plain tensor with a weight.*sequence_parallel=False.*'replicated'",
+    r"net\.head.* combines a plain tensor with a weight.*sequence_parallel=False.*'replicated'",
     "tp2_whole_sequence",
     styles={"net.head.inner": "replicated"},
 )
@@ -124,7 +124,7 @@ def weights_that_the_module_around_reads(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP208", r"mixes a plain tensor.*as in block\(x\).*call the block", "zero3")
+@CURES.add("LP208", r"combines a plain tensor.*called as block\(x\).*Call the block", "zero3")
 def blocks_called_by_the_name_of_their_forward(cured: bool) -> nn.Module:
     class Net(PlainNet):
         def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def a_penalty_on_the_gradient_of_the_loss(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP317", r"masked_fill_ would .*masked_fill instead of masked_fill_", "tp2")
+@CURES.add("LP317", r"masked_fill_ is an in-place .*masked_fill instead of masked_fill_", "tp2")
 def logits_that_are_masked(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def loss(self, batch: Any) -> Tensor:
@@ -197,7 +197,7 @@ def a_parameter_without_entries(cured: bool) -> nn.Module:
     return net
 
 
-@CURES.add("LP919", r"net\.head has no sizes yet\. Call it once, on a batch, before", "zero1")
+@CURES.add("LP919", r"net\.head is a lazy module .* Call the model once on a batch before", "zero1")
 def a_lazy_head(cured: bool) -> nn.Module:
     torch.manual_seed(0)
     net = PlainNet()
@@ -222,7 +222,9 @@ def a_hook_of_a_weight(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP919", r"net\.emb\.weight has a hook.*or hook the output of a module", "zero1")
+@CURES.add(
+    "LP919", r"net\.emb\.weight has a hook.*or register the hook on the output of a module", "zero1"
+)
 def a_hook_of_a_weight_on_an_output(cured: bool) -> nn.Module:
     net = PlainNet()
 
@@ -244,7 +246,7 @@ def an_embedding_with_sparse_gradients(cured: bool) -> nn.Module:
     return net
 
 
-@CURES.add("LP919", r"torch\.jit\.script.*Train the plain module", "zero1")
+@CURES.add("LP919", r"torch\.jit\.script.*Train the module without", "zero1")
 def a_scripted_block(cured: bool) -> nn.Module:
     net = PlainNet()
     layer = nn.Linear(32, 32)
@@ -294,12 +296,12 @@ def normalized(layer: nn.Module) -> nn.Module:
     return Net()
 
 
-@CURES.add("LP312", r"normalize by GroupNorm or LayerNorm", "zero1")
+@CURES.add("LP312", r"or use GroupNorm or LayerNorm", "zero1")
 def batch_norm_or_group_norm(cured: bool) -> nn.Module:
     return normalized(nn.GroupNorm(4, 32) if cured else nn.BatchNorm1d(32))
 
 
-@CURES.add("LP312", r"or freeze the layer by eval\(\)", "zero1")
+@CURES.add("LP312", r"or freeze the layer with eval\(\)", "zero1")
 def batch_norm_that_is_frozen(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_train_epoch_start(self) -> None:
@@ -309,7 +311,7 @@ def batch_norm_that_is_frozen(cured: bool) -> nn.Module:
     return Module(normalized(nn.BatchNorm1d(32)))
 
 
-@CURES.add("LP416", r"computes lr=0\.2.*hyperparameter of the module: lr=0\.1 is", "zero1")
+@CURES.add("LP416", r"computes lr=0\.2.*lr=0\.1, .* hyperparameter of the module", "zero1")
 def a_learning_rate_by_the_number_of_processes(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def __init__(self, lr: float = 0.1) -> None:
@@ -323,7 +325,9 @@ def a_learning_rate_by_the_number_of_processes(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP416", r"computes total_iters=2 of a schedule.*estimated_stepping_batches", "zero1")
+@CURES.add(
+    "LP416", r"computes total_iters=2 of a learning-rate.*estimated_stepping_batches", "zero1"
+)
 def a_schedule_by_the_number_of_processes(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def configure_optimizers(self) -> Any:
@@ -336,12 +340,12 @@ def a_schedule_by_the_number_of_processes(cured: bool) -> nn.Module:
     return Module()
 
 
-_LEFT_OUT = r"sync_dist=True.*set every p\.grad = None in\s+on_before_optimizer_step, by"
+_LEFT_OUT = r"sync_dist=True.*in\s+on_before_optimizer_step, and set every p\.grad = None"
 
 
 @CURES.add(
     "LP318",
-    rf"gave no loss on a replica.*{_LEFT_OUT}",
+    rf"returned no loss on a replica.*{_LEFT_OUT}",
     "zero1",
     options={"strategy": {"verify": False}},
 )
@@ -388,7 +392,7 @@ class Attention(nn.Module):
 
 @CURES.add(
     "LP207",
-    r"invalid for input.*with `heads` named by ParallelPlan.divided=.*reshape.b, t, -1. back",
+    r"invalid for input.*heads named in ParallelPlan.divided=.*reshape.b, t, -1. for",
     "tp2_whole_sequence",
     divided={"net.blocks.*.mlp": ("heads",)},
 )
@@ -410,7 +414,7 @@ def heads_of_which_a_rank_has_a_part(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP207",
-    r"target.*logits that meet the labels come from a 'vocab_head'",
+    r"target.*Give the head the style 'vocab_head'",
     "tp2",
     styles={"net.head": "vocab_head"},
 )
@@ -425,7 +429,7 @@ def logits_of_a_part_of_the_tokens(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP207",
-    r"shapes cannot be multiplied.*a head behind a pool is 'replicated'",
+    r"shapes cannot be multiplied.*a head that follows pooling the style 'replicated'",
     "tp2",
     styles={"net.head": "replicated", "net.norm": "sequence_gather_output"},
 )
@@ -447,7 +451,7 @@ def a_head_behind_a_pool(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP207",
-    r"must match the size of tensor.*positions for 'split_sequence' come from ids \[1, T\]",
+    r"must match the size of tensor.*'split_sequence' position ids of shape \[1, T\]",
     "tp2",
 )
 def positions_of_a_part_of_the_tokens(cured: bool) -> nn.Module:

@@ -32,7 +32,7 @@ class Denoiser(PlainModule):
         return self.net.norm(h).sigmoid().square().mean()
 
 
-@CURES.add("LP311", r"NumPy or Python.*Draw them by torch \(torch\.rand\(batch_size\)\)")
+@CURES.add("LP311", r"NumPy or Python.*Draw the numbers with torch \(torch\.rand\(batch_size\)\)")
 def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
     class Module(Denoiser):
         def noise(self, h: Tensor) -> Tensor:
@@ -43,7 +43,9 @@ def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP415", r"ranks make .*Run a forward on every rank, outside of `if trainer\.is_global_")
+@CURES.add(
+    "LP415", r"same calls .*Call a forward on every rank, outside of `if trainer\.is_global_"
+)
 def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -55,7 +57,7 @@ def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP415", r"ranks make .*give it arrays that every rank has made before: p\.detach\(\)")
+@CURES.add("LP415", r"same calls .*compute arrays on every rank \(p\.detach\(\)")
 def arrays_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -93,7 +95,7 @@ def the_graph_of_the_module(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP203", r"backbone.0 is net.blocks.0.*'backbone' a property of Module")
+@CURES.add("LP203", r"backbone.0 and net.blocks.0.*'backbone' into a property of Module")
 def blocks_with_a_second_name(cured: bool) -> nn.Module:
     class Base(PlainModule):
         @property
@@ -120,7 +122,7 @@ class Logs(PlainModule):
         return loss
 
 
-@CURES.add("LP316", r"self\.log\('loss', \.\.\.\): pass options by keyword")
+@CURES.add("LP316", r"self\.log\('loss', value, \.\.\.\) .*Pass the options by keyword")
 def options_of_a_log_by_place(cured: bool) -> nn.Module:
     class Module(Logs):
         def form(self, loss: Tensor) -> None:
@@ -129,7 +131,7 @@ def options_of_a_log_by_place(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP316", r"self\.log\('all', dict\): use self\.log_dict")
+@CURES.add("LP316", r"self\.log\('all', \.\.\.\) got a dict\. Use self\.log_dict")
 def a_dict_of_logs(cured: bool) -> nn.Module:
     class Module(Logs):
         def form(self, loss: Tensor) -> None:
@@ -143,9 +145,7 @@ def a_dict_of_logs(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add(
-    "LP316", r"the metric is not an attribute of the Module; set it in __init__ as self\.mean"
-)
+@CURES.add("LP316", r"is not an attribute of Module\. Assign it in __init__, as in self\.mean")
 def a_metric_in_a_list(cured: bool) -> nn.Module:
     class Module(Logs):
         def __init__(self) -> None:
@@ -162,7 +162,7 @@ def a_metric_in_a_list(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP316", r"self\.log\(reduce_fx='median'\): use mean, sum, max or min")
+@CURES.add("LP316", r"self\.log\(reduce_fx='median'\) is not supported.*Use reduce_fx='mean'")
 def the_median_of_a_log(cured: bool) -> nn.Module:
     class Module(Logs):
         def form(self, loss: Tensor) -> None:
@@ -173,7 +173,7 @@ def the_median_of_a_log(cured: bool) -> nn.Module:
     return Module()
 
 
-_LEFT_OUT = r"sync_dist=True, and set every p\.grad = None in on_before_optimizer_step, by"
+_LEFT_OUT = r"sync_dist=True, .* in on_before_optimizer_step, and set every p\.grad = None"
 
 
 class LeavesOut(PlainModule):
@@ -200,7 +200,9 @@ def batches_left_out_by_their_loss(cured: bool) -> nn.Module:
     return LeavesOut(cured)
 
 
-@CURES.add("LP303", "does not run on . of the . samples.*Write it for any number of samples")
+@CURES.add(
+    "LP303", "fails when it gets . of the . samples.*Write the step for any number of samples"
+)
 def a_step_for_one_number_of_samples(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def loss(self, batch: Any) -> Tensor:
@@ -211,7 +213,9 @@ def a_step_for_one_number_of_samples(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP405", r"frozen or unfrozen after the first step\. Under a pipeline, do that before")
+@CURES.add(
+    "LP405", r"frozen or unfrozen after the first step\. Under a pipeline, freeze and unfreeze"
+)
 def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def __init__(self) -> None:
@@ -227,7 +231,7 @@ def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP913", r"backward reads gradients \(grad\): .*or change them in on_after_backward")
+@CURES.add("LP913", r"backward reads gradients \(grad\), .*Read or change gradients in on_after")
 def gradients_in_a_backward_of_its_own(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
@@ -359,7 +363,7 @@ def a_list_in_the_place_of_a_generator(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP713",
-    r"in different places.*Make a decision, such as should_stop, .*trainer\.strategy\.broadcast",
+    r"in different places.*the same decision, such as should_stop, .*trainer\.strategy\.broadcast",
     "zero1",
 )
 def a_decision_that_is_broadcast(cured: bool) -> nn.Module:

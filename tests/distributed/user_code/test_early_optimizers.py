@@ -124,7 +124,7 @@ def with_pairs_inside() -> Any:
     return _with_pairs(LookaheadByEntry)
 
 
-@CASES.add(refused={"tp2 pp2": "Lookahead keeps parameters in pairs.*'entry'"})
+@CASES.add(refused={"tp2 pp2": "Lookahead stores parameters or copies of them in pairs.*'entry'"})
 def with_pairs_inside_of_unknown_reach() -> Any:
     return _with_pairs(Lookahead)
 

@@ -48,7 +48,7 @@ def hardest(module: Any, logits: Tensor, each: Tensor) -> Tensor:
     return each.topk(len(each) // 2 or 1).values.mean()
 
 
-_AT_END = r"neither the mean(?s:.)*So it is in step 3, the last of this run"
+_AT_END = r"neither the mean(?s:.)*This happens in step 3, the last step of"
 
 
 @CASES.add(equal="pp2_one_microbatch tp2", refused={"pp2 zero1": _AT_END})
@@ -69,7 +69,7 @@ def hard_samples_after_the_run_has_ended() -> Any:
 
 @CASES.add(
     equal="pp2_one_microbatch",
-    refused={"pp2 zero1": "is the mean over the samples, and in step 3, .*, the sum over the"},
+    refused={"pp2 zero1": "is the mean over the samples, but in step 3, .*, the sum over the"},
 )
 def a_sum_from_the_third_step_on() -> Any:
     return later(lambda module, logits, each: each.sum() / 8)

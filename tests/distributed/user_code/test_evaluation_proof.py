@@ -85,7 +85,10 @@ def _run(
     return found, error
 
 
-_OF_REPLICAS = "in part: numbers that it returns are of a replica's samples"
+_OF_REPLICAS = (
+    "in part: numbers that it returns are not compared, since they are computed from the samples "
+    "of one replica"
+)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3", "cp2"])
@@ -100,7 +103,7 @@ def test_loops_of_their_own_are_equal(layout: str) -> None:
     assert first == {
         "validation_step": own,
         "test_step": own,
-        "predict_step": "not proved: replicas may predict unequal numbers of batches"
+        "predict_step": "not proved: replicas may have different numbers of batches to predict"
         if replicas
         else "equal",
     }
@@ -145,7 +148,7 @@ def test_a_difference_ends_the_run_on_every_rank(
 def test_what_a_warning_has_named_ends_no_run() -> None:
     found = run_ranks(_run, 2, "zero3", ["validate"], "unweighted", timeout=120)
     (said,) = found[0][0].values()
-    assert "the metric 'mean' differs on replicas, as a warning says" in said
+    assert "the metric 'mean' differs between replicas, as a warning says" in said
     assert [error for _, error in found] == ["", ""]
 
 

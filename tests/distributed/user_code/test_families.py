@@ -192,7 +192,7 @@ family(
     ),
     images,
     equal="pp2_one_microbatch",
-    refused={"pp2 zero3": "normalizes by the statistics of a batch"},
+    refused={"pp2 zero3": "normalizes with statistics over the batch"},
     tolerance=1e-6,
 )
 

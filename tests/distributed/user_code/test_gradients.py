@@ -108,7 +108,7 @@ def with_backward_hooks(name: str) -> Any:
     return module, token_pairs()
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": "block 1 is the last of a stage and has a backward"})
+@CASES.add(equal="tp2 zero3", refused={"pp2": "block 1 is the last block of a pipeline stage"})
 def backward_hooks_of_blocks() -> Any:
     return with_backward_hooks("1")
 
@@ -270,7 +270,7 @@ def what_all_weights_and_gradients_give() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"pp2": r"ranks make different calls .* a logger writes on rank 0 alone"})
+@CASES.add(refused={"pp2": r"do not make the same calls .* A logger writes on rank 0 only"})
 def histograms_on_rank_zero_alone() -> Any:
     def act(module: PlainModule) -> None:
         if module.trainer.is_global_zero:

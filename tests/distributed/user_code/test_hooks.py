@@ -192,7 +192,7 @@ def weights_of_a_part_are_loaded_before_the_run() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"pp2 zero3": r"ranks make different calls .* rank 1: the end of the hook"})
+@CASES.add(refused={"pp2 zero3": r"do not make the same calls .* rank 1: the end of the hook"})
 def a_norm_on_rank_zero_alone() -> Any:
     def number(module: PlainModule) -> Any:
         if module.trainer.is_global_zero:
@@ -414,7 +414,7 @@ def a_state_that_does_not_fit() -> Any:
 
 @CASES.add(
     equal="zero0",  # whose replicas run a forward without each other
-    refused={"tp2 pp2 zero1 zero3": r"different calls .*rank 0: a forward of the model at .*Run a"},
+    refused={"tp2 pp2 zero1 zero3": r"same calls .*rank 0: a forward of the model at .*Call a"},
 )
 def a_forward_on_rank_zero_alone() -> Any:
     class Module(PlainModule):
@@ -452,7 +452,7 @@ def arrays_of_whole_tensors_before_the_update() -> Any:
     return written_before_the_update(array)
 
 
-@CASES.add(refused={"tp2 pp2": r"a module on a mesh, .*log_graph=False"})
+@CASES.add(refused={"tp2 pp2": r"a module of which .*log_graph=False"})
 def the_graph_of_the_module() -> Any:
     class Module(PlainModule):
         def forward(self, tokens: Tensor) -> Any:

@@ -160,7 +160,7 @@ def test_a_replica_whose_weight_flips_is_caught_at_the_next_proof() -> None:
     for _, error, _ in found:
         assert "Step 4 on" in error
         assert "differed from the same step on one process" in error
-        assert re.search(r"net\.\S+, of which the ranks of dp_replicate hold copies", error)
+        assert re.search(r"the ranks of dp_replicate hold copies of net\.\S+, but", error)
         assert "LP807" in error
     assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step"]
 

@@ -193,7 +193,7 @@ def rows_that_count_alike_by_chance() -> Any:
     return Module(), samples
 
 
-@CASES.add(refused={"pp2 zero3": r"(?s)draw in the dataset or collate_fn instead.*LP309"})
+@CASES.add(refused={"pp2 zero3": r"(?s)draw them in the dataset or collate_fn instead.*LP309"})
 def labels_that_are_drawn() -> Any:
     def labels(batch: Any) -> Tensor:
         hidden = torch.rand(batch["y"].shape, device=batch["y"].device) < 0.6

@@ -76,7 +76,7 @@ def _without_a_plan() -> Any:
     return module, token_pairs()
 
 
-@CASES.add(refused={"cp2": r"offers no parallel_plan.*pass plan= to the strategy"})
+@CASES.add(refused={"cp2": r"needs a parallel_plan.*pass plan= to the strategy"})
 def a_module_without_a_plan() -> Any:
     return _without_a_plan()
 
@@ -117,7 +117,9 @@ def _add(name: str, mix: Callable[[Any, Tensor], Tensor]) -> None:
 
     make.__name__ = f"mixes_by_{name.strip('_')}"
     equal = "pp2 zero3" if name == "conv1d" else ""
-    CASES.add(equal=equal, refused={"cp2": f"_Block .* mixes tokens with {name}"})(make)
+    CASES.add(equal=equal, refused={"cp2": f"_Block .* combines tokens of a sequence with {name}"})(
+        make
+    )
 
 
 for _name, _mix in MIXERS.items():
@@ -139,9 +141,7 @@ def positions_that_the_forward_takes() -> Any:
 
 
 @CASES.add(
-    refused={
-        "cp2": r"positions to 'net', but no such module was called\. Call the module, not its"
-    },
+    refused={"cp2": r"names 'net', but no module of that name was called\. Call the module itself"},
     strategy={"verify": False},
 )
 def positions_of_a_forward_that_is_called_by_name() -> Any:
@@ -240,7 +240,9 @@ class _Gathers(_Module):
 
 
 @CASES.add(
-    refused={"cp2": r"self\.all_gather of .*group=self\.trainer\.strategy\.mesh\.token_group"}
+    refused={
+        "cp2": r"self\.all_gather was called .*group=self\.trainer\.strategy\.mesh\.token_group"
+    }
 )
 def tokens_that_the_step_gathers() -> Any:
     return _Gathers(), token_pairs()
@@ -254,7 +256,7 @@ def tokens_that_the_step_gathers_from_all_ranks() -> Any:
     return module, token_pairs()
 
 
-@CASES.add(refused={"cp2": r"cannot be divided alike.*need the same T"})
+@CASES.add(refused={"cp2": r"have different lengths.*must have the same number"})
 def labels_of_another_length() -> Any:
     return _with_labels(cut=False)
 

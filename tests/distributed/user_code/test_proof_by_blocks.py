@@ -140,7 +140,7 @@ def test_healthy_runs_are_equal_and_go_on_as_without_the_proof(layout: str, drop
     whole = sum(p.nbytes for p in Plain().double().parameters())
     told = found[0]["told"]
     assert [text.split(" is ")[0] for text in told] == ["The first step", "Step 2", "Step 4"]
-    assert all("is proved in part: loss and gradients of one batch, by blocks" in t for t in told)
+    assert all("is proved in part: only loss and gradients of one batch" in t for t in told)
     assert len(found[0]["peaks"]) == 3
     assert all(0 < peak <= whole // 4 for peak in found[0]["peaks"])
 

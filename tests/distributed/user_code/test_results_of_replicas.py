@@ -84,7 +84,7 @@ def _train(
         loader, other = (DataLoader(s, 8 // replicas) for s in (samples, samples[::-1]))
         trainer.fit(module, loader, other)
     weight = module.net.head.weight if layout == "zero1" or layout is None else torch.zeros(())
-    said = [str(w.message) for w in caught if "known to be" in str(w.message)]
+    said = [str(w.message) for w in caught if "hooks get" in str(w.message)]
     logged = float(trainer.logged_metrics["of_hook"])
     return module.got, callback.got, logged, float(weight.detach().sum()), said
 

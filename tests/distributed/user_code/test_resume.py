@@ -276,8 +276,8 @@ def _with_another_optimizer(
 @pytest.mark.parametrize(
     ("kind", "layout", "refusal"),
     [
-        (Regrouped, "pp2", "has 1 groups, this one 2"),
-        (Adam, "zero2_offload", "it was not Adam. Load weights alone, or use its optimizer"),
+        (Regrouped, "pp2", "has 1 parameter groups, but that of this run has 2"),
+        (Adam, "zero2_offload", "was not Adam: .* or load only the weights"),
     ],
 )
 def test_weights_alone_go_on_with_another_optimizer(

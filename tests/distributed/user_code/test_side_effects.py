@@ -75,7 +75,9 @@ def with_styles(**changes: Any) -> Any:
     return module, token_pairs()
 
 
-@CASES.add(refused={"tp2 tp2_whole_sequence": "net.head is 'colwise', but no module around it"})
+@CASES.add(
+    refused={"tp2 tp2_whole_sequence": "net.head is 'colwise', but no module that contains it"}
+)
 def colwise_behind_a_gathered_norm() -> Any:
     return with_styles(norm="sequence_gather_output", head="colwise")
 
@@ -85,7 +87,7 @@ def colwise_gathered_behind_a_gathered_norm() -> Any:
     return with_styles(norm="sequence_parallel", head="colwise_gather_output")
 
 
-@CASES.add(refused={"tp2": r"net\.head.* mixes a plain tensor with a weight"})
+@CASES.add(refused={"tp2": r"net\.head.* combines a plain tensor with a weight"})
 def weights_read_by_the_module_around() -> Any:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -118,7 +120,7 @@ def a_generator_beside_the_module() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="zero3", refused={"pp2": "the loss of some samples is neither"})
+@CASES.add(equal="zero3", refused={"pp2": "It is neither the mean over the samples"})
 def state_that_every_step_moves_on() -> Any:
     """Power iterations and a count of steps, whatever the samples; and a mean of losses."""
 
@@ -159,7 +161,7 @@ def state_that_samples_move_on() -> Any:
     return moved_on(lambda module: module.register_buffer("mean", torch.zeros(())))
 
 
-@CASES.add(refused={"zero3": "the loss of some samples is neither"})
+@CASES.add(refused={"zero3": "It is neither the mean over the samples"})
 def state_in_an_attribute_that_samples_move_on() -> Any:
     return moved_on(lambda module: setattr(module, "mean", torch.zeros(())))
 
@@ -175,7 +177,7 @@ def a_forward_in_a_hook() -> Any:
 
 
 @CASES.add(
-    equal="tp2 pp2_one_microbatch zero3", refused={"pp2": "does not run on . of the . samples"}
+    equal="tp2 pp2_one_microbatch zero3", refused={"pp2": "fails when it gets . of the . samples"}
 )
 def a_count_of_samples_in_the_batch() -> Any:
     class Module(PlainModule):

@@ -110,7 +110,7 @@ def rows_of_weights_in_hooks_of_the_optimizer() -> Any:
 
 
 NEVER_CALLED = (
-    r"register_hook\(\.\.\.\) at test_slices\.py.*shard is never called.*on_after_backward"
+    r"register_hook\(\.\.\.\) at test_slices\.py.*hook would never be called.*on_after_backward"
 )
 
 

@@ -153,7 +153,9 @@ def wrapped(kind: type[Slow]) -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"tp2 pp2": "Slow keeps parameters in slow, or copies.*'entry' in the class"})
+@CASES.add(
+    refused={"tp2 pp2": "Slow stores parameters or copies of them in slow.*'entry' in the class"}
+)
 def copies_in_a_list() -> Any:
     return wrapped(Slow)
 

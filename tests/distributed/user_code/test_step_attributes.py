@@ -249,7 +249,7 @@ def _validate(rank: int, world: int, layout: str | None, kind: type[Averaging]) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (found,) = trainer.validate(kind(), loader, verbose=False)
-    return found["val"], [str(w.message) for w in caught if "keeps values" in str(w.message)]
+    return found["val"], [str(w.message) for w in caught if "stores values" in str(w.message)]
 
 
 def test_a_mean_of_what_a_replica_has_kept_is_told() -> None:
@@ -259,6 +259,6 @@ def test_a_mean_of_what_a_replica_has_kept_is_told() -> None:
     assert (found, told) == (pytest.approx(wanted), [])
     (_, told), _ = run_ranks(_validate, 2, "zero0", Averaging)
     assert len(told) == 1
-    assert re.search(r"in self\.losses, which on_validation_epoch_end reads: each of 2", told[0])
+    assert re.search(r"in self\.losses, which on_validation_epoch_end reads\. Each of 2", told[0])
     (_, told), _ = run_ranks(_validate, 2, "zero0", Joining)
     assert told == []

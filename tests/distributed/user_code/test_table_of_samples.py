@@ -317,7 +317,7 @@ def _island_rank(rank: int, world: int, folder: Path, outer: dict[str, Any], kin
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = _fit_on_island(folder, {**outer, **place}, kind, _BATCH // world)
-    return *found, [str(w.message) for w in caught if "count twice" in str(w.message)]
+    return *found, [str(w.message) for w in caught if "used twice" in str(w.message)]
 
 
 def _islands(count: int, folder: Path, kind: str) -> list[Any]:
@@ -346,7 +346,8 @@ def test_islands_see_together_what_one_sees(kind: str, tmp_path: Path) -> None:
     (first, *found), (second, *_) = _islands(2, tmp_path / "two", kind)
     if kind == "empty replica":  # 19 samples
         assert re.search(
-            r"has 1 sample, .* 1 of them will count twice, as islands make", found[1][0]
+            r"has 1 sample, .* 1 of these samples will be used twice, since islands make",
+            found[1][0],
         )
         return
     assert found == [pytest.approx(loss, abs=1e-10), []]

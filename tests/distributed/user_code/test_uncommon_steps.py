@@ -150,7 +150,7 @@ def penalty_on_the_gradient_of_a_divided_cross_entropy() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2", refused={"pp2": "does not run on 1 of the 8 samples"})
+@CASES.add(equal="tp2", refused={"pp2": "fails when it gets 1 of the 8 samples"})
 def the_hardest_samples_of_a_batch() -> Any:
     class Module(Classifier):
         def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def test_an_error_of_the_step_itself_is_raised_and_not_one_of_parts(has_plan: bo
     equal="pp2",
     refused={
         "tp2": "net.tokens .Embedding. changes its weight in place",
-        "zero0 zero1 zero3": "net.tokens writes to its parameter .*, of which ranks hold parts",
+        "zero0 zero1 zero3": "net.tokens writes to its parameter .*, but this parameter is sharded",
     },
 )
 def an_embedding_of_limited_norm() -> Any:
@@ -215,7 +215,7 @@ def a_step_without_a_loss_on_all_replicas() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"zero1": "gave no loss on a replica.*all_gather"})
+@CASES.add(refused={"zero1": "returned no loss on a replica.*all_gather"})
 def a_step_without_a_loss_on_one_replica() -> Any:
     class Module(PlainModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -24,8 +24,8 @@ from tests.support.parity import quiet_trainer
 __all__ = ["LOST", "SAVE_EVERY", "Killed", "read_losses", "run_and_kill", "undisturbed_losses"]
 
 LOST = re.compile(
-    r"begins after step (\d+); the one before it in .* had done step (\d+)\. "
-    r"Steps lost, and computed again: (\d+)\."
+    r"starts after step (\d+), but the previous run in .* had reached step (\d+)\. "
+    r"The number of steps that are computed again is (\d+)\."
 )
 BATCH, TOKENS, SAVE_EVERY = 8, 16, 3
 _CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"

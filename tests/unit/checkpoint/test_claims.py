@@ -64,7 +64,7 @@ def test_second_run_is_told_at_its_first_save(
     finally:
         claims._held.update(held)
         first.release()
-    assert f"Another run saves into {tmp_path}, too" in caplog.text
+    assert f"Another run saves checkpoints into {tmp_path}, too" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 

@@ -90,18 +90,26 @@ def test_help_names_defaults_schedules_and_other_values(
     [
         ("schedule --stages x", 2, "schedule: error: argument --stages: invalid int value: 'x'"),
         ("schedule --nonsense 3", 2, "schedule: error: unrecognized arguments: --nonsense 3"),
-        ("schedule --micro 0", 1, "num_microbatches=0. Use 1 or more"),
+        ("schedule --micro 0", 1, "num_microbatches=0 must be 1 or more"),
         ("inspect", 2, "inspect: error: the following arguments are required: CHECKPOINT"),
         ("inspect a b", 2, "inspect: error: unrecognized arguments: b"),
         ("export --ckpt a", 2, "export: error: the following arguments are required: --out"),
         ("completion fish", 2, "completion: error: argument shell: invalid choice: 'fish'"),
         ("certificate", 2, "certificate: error: the following arguments are required: RUN"),
-        ("certificate none", 1, "error: there is no none. A fit that ends"),
-        ("explain lp999", 1, "error: LP999 is no code; did you mean"),
-        ("calibrate --out none/x.json", 1, "error: --out none/x.json: there is no folder none."),
+        ("certificate none", 1, "error: the file none does not exist. A fit that ends"),
+        ("explain lp999", 1, "error: LP999 is no error code of lightning_par; did you mean"),
+        (
+            "calibrate --out none/x.json",
+            1,
+            "error: --out none/x.json cannot be written, since the folder none does not exist.",
+        ),
         ("fit --islands=two", 2, "fit --islands: error: argument --islands: invalid int value"),
         ("search", 2, "search: error: the following arguments are required: --config"),
-        ("forecast --config no.yaml", 1, "error: --config no.yaml: there is no such file."),
+        (
+            "forecast --config no.yaml",
+            1,
+            "error: --config no.yaml names a file that does not exist.",
+        ),
         ("verify --steps 0", 1, "error: --steps 0 must be 1 or more."),
         (f"forecast --config {CONFIG} --device h1000", 1, "h1000"),
     ],
@@ -123,6 +131,6 @@ def test_a_mistake_in_what_fit_takes_is_as_short(name: str, capsys: pytest.Captu
     status, out, said = call(capsys, name, "--config", CONFIG, "--trainer.nonsense=3")
     assert out == ""
     if name == "rehearse":  # whose processes have told the mistake
-        assert (status, "the mistake that is told above" in said) == (1, True)
+        assert (status, "the error that is printed above" in said) == (1, True)
     else:
         assert (status, said) == (2, error)

@@ -52,10 +52,10 @@ def test_it_is_drawn(monkeypatch, capsys, tmp_path):
     ("arguments", "says"),
     [
         (["--schedule", "zbw"], "'zbw' is neither 1f1b, .* nor a file"),
-        (["--microbatches", 0], "num_microbatches=0. Use 1 or more"),
+        (["--microbatches", 0], "num_microbatches=0 must be 1 or more"),
         (["--p2p", -1], "p2p=-1.0: a time cannot be negative"),
-        (["--out", "x.gif"], "the suffix must be one of"),
-        (["--virtual", 3], r"'1f1b' has 1 stage\(s\) per rank, not 3"),
+        (["--out", "x.gif"], "must have one of the suffixes"),
+        (["--virtual", 3], r"'1f1b' always has 1 stage\(s\) per rank, but 3"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(monkeypatch, capsys, arguments, says):

@@ -70,7 +70,7 @@ def test_server_needs_a_key_and_a_free_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LIGHTNING_PAR_KEY", raising=False)
-    with pytest.raises(ConfigurationError, match="has 0 bytes; it needs 16 or more"):
+    with pytest.raises(ConfigurationError, match="has 0 bytes, but needs 16 or more"):
         main(["--port=0"])
     (tmp_path / "key").write_text("a short key\n")
     with pytest.raises(ConfigurationError, match="has 11 bytes"):
@@ -79,6 +79,6 @@ def test_server_needs_a_key_and_a_free_port(
         main([f"--key-file={tmp_path / 'no such file'}"])
     monkeypatch.setenv("LIGHTNING_PAR_KEY", KEY.decode())
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(ConfigurationError, match=r"cannot serve on 127\.0\.0\.1:0"):
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 127\.0\.0\.1:0"):
         main(["--port=0", f"--certificate={tmp_path / 'none'}"])
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers

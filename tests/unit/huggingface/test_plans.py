@@ -148,7 +148,7 @@ def test_sequences_are_not_divided_where_the_model_needs_them_whole() -> None:
     )
     text = divided(transformers.Llama4ForCausalLM(config))
     assert "limits attention to chunks of 5 tokens" in text
-    assert "attends from one list of blocks to another" in divided(FAMILIES["t5"]())
+    assert "has cross-attention between two lists of blocks" in divided(FAMILIES["t5"]())
 
 
 def test_shifted_labels_of_a_batch_count_as_they_are() -> None:

@@ -96,8 +96,8 @@ def test_stacked_heads_are_gathered() -> None:
     assert plan.tensor["layers.*.attn.qkv"] == "colwise_gather_output"
     said = describe_inferred(plan, model)
     assert "outputs of layers.*.attn.qkv, layers.*.attn.proj are gathered" in said
-    assert "layers.*.attn.qkv stacks three parts" in said
-    assert "attn.proj stacks" not in said
+    assert "layers.*.attn.qkv computes query, key and value in one" in said
+    assert "attn.proj computes" not in said
     model = LanguageModel(structures.fused_by_head)
     divided = infer_plan(model)
     assert describe_inferred(divided, model) == divided.as_code()
@@ -158,7 +158,7 @@ def test_labels_that_the_step_shifts() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (structures.Convolutions(), "BatchNorm2d.* takes statistics over the batch"),
+        (structures.Convolutions(), "BatchNorm2d.* computes statistics over the batch"),
         (nn.Linear(8, 8), "has no list of blocks"),
     ],
 )

@@ -176,7 +176,7 @@ def test_generate_refuses_what_it_cannot_sample(options: dict, text: str):
 
 def test_learned_positions_refuse_longer_input_with_both_numbers():
     model = GPT(GPTConfig(**SIZES, positions="learned"))
-    with pytest.raises(ConfigurationError, match=r"10 tokens do not fit .* max_length=9"):
+    with pytest.raises(ConfigurationError, match=r"the input has 10 tokens, .* max_length=9"):
         model(tokens(1, 10))
 
 

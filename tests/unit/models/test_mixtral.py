@@ -271,8 +271,14 @@ def test_presets_have_the_published_sizes_and_a_whole_plan(preset, published):
         ({"experts_per_token": 9}, r"experts_per_token=9 must be 1 .. num_experts=8"),
         ({"num_experts": 0}, r"num_experts=0 must be 1 or more"),
         ({"routing": "top1"}, r"routing='top1' must be 'top_k' or 'switch' or"),
-        ({"routing": "switch"}, r"sends a token to one expert; use experts_per_token=1, not 2"),
-        ({"routing": "expert_choice"}, r"balance='auxiliary' with routing='expert_choice'"),
+        (
+            {"routing": "switch"},
+            r"each token to one expert, but experts_per_token=2\. Use experts_per_token=1",
+        ),
+        (
+            {"routing": "expert_choice"},
+            r"balance='auxiliary' is not supported with routing='expert_choice'",
+        ),
         ({"capacity_factor": 0, "z_weight": -1}, r"(?s)capacity_factor=0 must.*z_weight=-1 must"),
         ({"positions": "learned", "bias": True}, r"(?s)positions='learned' must be.*bias=True"),
         ({"num_exprts": 3}, r"'num_exprts' is not a field of MixtralConfig; did you mean 'num_exp"),

@@ -166,13 +166,15 @@ def test_an_offer_that_is_no_plan_is_refused():
         def parallel_plan(self):
             return None
 
-    with pytest.raises(PlanError, match=r"Declines.parallel_plan\(\) returned None: return a Par"):
+    with pytest.raises(
+        PlanError, match=r"Declines.parallel_plan\(\) returned None, which is no Par"
+    ):
         find_plan(Declines())
 
 
 def test_two_offers_side_by_side_are_refused_by_name():
     model = Holds(generator=Offers("a"), critic=Offers("b", inner=Offers("c")))
-    with pytest.raises(PlanError, match=r"2 submodules offer.*generator, critic\..*on the Holds"):
+    with pytest.raises(PlanError, match=r"2 submodules define.*generator, critic\..*on Holds"):
         find_plan(model)
 
 

@@ -78,13 +78,15 @@ def test_a_name_without_profile_and_a_file_without_devices_are_refused(tmp_path:
         load_profile("h10")
     with pytest.raises(ConfigurationError, match=r"'A100' .* mean 'a100-40' or 'a100-80'"):
         load_profile("A100")
-    with pytest.raises(ConfigurationError, match=r"'v100' has no profile\. There are: a100-40, "):
+    with pytest.raises(
+        ConfigurationError, match=r"no profile of the device 'v100'\. The devices .* a100-40, "
+    ):
         load_profile("v100")
     path = tmp_path / "own.json"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load_profile("h100", path)
     path.write_text("[]")
-    with pytest.raises(ConfigurationError, match="needs an object 'devices'"):
+    with pytest.raises(ConfigurationError, match="has no valid entry 'devices'"):
         load_profile("h100", path)
 
 
@@ -183,7 +185,7 @@ def test_messages_and_collectives_take_what_was_measured_of_them(tmp_path: Path)
 )
 def test_a_damaged_calibration_is_refused(tmp_path: Path, changes: dict) -> None:
     path = write(tmp_path, calibration={**CALIBRATION, **changes})
-    with pytest.raises(ConfigurationError, match="write it again by lightning-par calibrate"):
+    with pytest.raises(ConfigurationError, match="Write it again with lightning-par calibrate"):
         load_profile("v100", path)
 
 

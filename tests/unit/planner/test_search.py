@@ -149,9 +149,11 @@ def test_fixed_sizes_are_kept_and_nothing_that_fits_is_said() -> None:
     space = LayoutSpace(devices=16, samples=64, fixed=(("tensor", 2), ("data", 4)))
     result = PLANNER.search(space)
     assert {(one.layout.sizes.tensor, one.layout.sizes.data) for one in result.best} == {(2, 4)}
-    with pytest.raises(MeshError, match=r"none of \d+ layouts fits 67\.1 GiB \(90% of a a100-80\)"):
+    with pytest.raises(MeshError, match=r"none of \d+ layouts fits into 67\.1 GiB, 90% of the"):
         PLANNER.search(LayoutSpace(devices=1, samples=1))
-    with pytest.raises(MeshError, match="5 samples of this model do not divide over 7 devices"):
+    with pytest.raises(
+        MeshError, match="no layout of 7 devices can train this model with 5 samples"
+    ):
         PLANNER.search(LayoutSpace(devices=7, samples=5, fixed=(("data", 7),)))
     with pytest.raises(MeshError, match="'dp' is no axis"):
         LayoutSpace(devices=1, samples=1, fixed=(("dp", 1),))

@@ -69,12 +69,12 @@ def test_an_unknown_suffix_is_refused_with_the_valid_ones(tmp_path):
 
 
 def test_nothing_to_draw_is_refused(tmp_path):
-    with pytest.raises(ScheduleError, match="no event to draw"):
+    with pytest.raises(ScheduleError, match="nothing to draw"):
         draw_timeline([[], []], tmp_path / "a.svg", title="t")
 
 
 def test_labels_that_do_not_fit_the_ranks_are_refused(tmp_path):
-    with pytest.raises(ScheduleError, match="1 labels for 2 ranks"):
+    with pytest.raises(ScheduleError, match="has 1 entries, but the timeline has 2 ranks"):
         draw_timeline(simulate(one_f_one_b(2, 2)).events, tmp_path / "a.svg", title="t", labels="a")
 
 

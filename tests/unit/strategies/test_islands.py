@@ -47,9 +47,9 @@ def test_island_that_nobody_names_is_an_error(
 
 def test_option_is_read_and_refused_with_an_optimizer_on_the_host() -> None:
     assert MeshOptions(outer={"every": 3}).outer == Outer(every=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="outer has no 'evry'"):
+    with pytest.raises(ConfigurationError, match="outer has no field 'evry'"):
         Hybrid3DStrategy(outer={"evry": 3})
-    with pytest.raises(ConfigurationError, match="outer= with offload_options="):
+    with pytest.raises(ConfigurationError, match="outer= is not supported with offload_options="):
         Hybrid3DStrategy(outer={}, offload_options={})
 
 

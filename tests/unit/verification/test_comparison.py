@@ -106,7 +106,7 @@ def test_causes_of_a_loss_follow_the_axes() -> None:
     all_axes = ParallelSizes(context=2, tensor=2, data_shard=2)
     causes = report(trace(step()), *[wrong] * 8, sizes=all_axes).causes
     assert [cause.split()[0] for cause in causes] == ["masks:", "a", "a"]
-    assert "a plan pattern" in causes[1]
+    assert "a wrong tensor style" in causes[1]
     assert "no mean over labels" in causes[2]
     drawn = report(trace(step(), draws=True), wrong, wrong).causes
     assert [cause.split(":")[0] for cause in drawn] == ["random numbers"]
@@ -115,7 +115,7 @@ def test_causes_of_a_loss_follow_the_axes() -> None:
 def test_causes_of_a_later_difference() -> None:
     late = trace(step(), step(2.0))
     (cause,) = report(trace(step(), step()), late, late).causes
-    assert cause.startswith("something that the first step changes")
+    assert cause.startswith("a value that the first step changes")
 
 
 def test_copies_that_differ_with_dropout_only_are_named() -> None:

@@ -79,7 +79,9 @@ def test_what_the_run_refuses_at_its_start_the_rehearsal_refuses(sizes, override
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(ConfigurationError, match=r"rank 8: 1 x 8 devices have the ranks 0 .. 7"):
+    with pytest.raises(
+        ConfigurationError, match=r"rank=8 does not exist: .* have the ranks 0 to 7"
+    ):
         run(8)
 
 
@@ -146,7 +148,7 @@ def beside_a_group():
 def test_a_process_group_is_refused():
     """What follows rehearses in a process without one, as the refusal advises."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert "there is one. Call rehearse_apart(...)" in pool.apply(beside_a_group)
+        assert "already has a process group. Call rehearse_apart(...)" in pool.apply(beside_a_group)
 
 
 @pytest.mark.parametrize("sizes", [CUBE, {**CUBE, "num_microbatches": 7}], ids=["ran", "refused"])

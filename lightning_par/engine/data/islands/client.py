@@ -409,16 +409,14 @@ class IslandClient:
                     raise IslandError(
                         "LP701",
                         f"island {self._place.island} could not reach its server at "
-                        f"{self._place.server} within {self._outer.timeout:g} s (timeout=): "
-                        f"{error}. Start lightning-par serve on that host, open its port, and use "
-                        "the same key on both sides. Then start the island again: it loads the "
-                        "weights from the server.",
+                        f"{self._place.server} within {self._outer.timeout:g} s: {error}. Start "
+                        "lightning-par serve there, open its port, and use the same key. Then "
+                        "start the island again: it loads the server's weights.",
                     ) from error
                 if not is_said:
                     is_said = True
                     _log.warning(
-                        "island %d rank %d cannot reach the server at %s (%s); it tries again for "
-                        "%.0f s",
+                        "island %d rank %d cannot reach the server at %s (%s); trying %.0f s more",
                         *(self._place.island, self._place.rank, self._place.server, error, left),
                     )
                 # Not sleep: `close` ends the wait. Random: ranks do not come back all at once.
@@ -471,8 +469,7 @@ class IslandClient:
     def _check(self, answer: dict[str, Any]) -> None:
         if answer["op"] == "refused":
             raise IslandError(
-                "LP702",
-                f"the server at {self._place.server} refused this island: {answer['reason']}",
+                "LP702", f"the server {self._place.server} refused this island: {answer['reason']}"
             )
 
     def _limit(self) -> int:

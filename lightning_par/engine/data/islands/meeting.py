@@ -177,17 +177,9 @@ class Meeting:
         if self._outer is None:
             self._outer = outer
         here, there = self._outer.agreement(), outer.agreement()
-        differ = [
-            f"{n}={v!r} on this island, but {n}={here[n]!r} on the server"
-            for n, v in there.items()
-            if here[n] != v
-        ]
+        differ = [f"{n}={v!r}, {here[n]!r} on the server" for n, v in there.items() if here[n] != v]
         if differ:
-            raise RefusalError(
-                "all islands need the same options in outer=, and these differ: "
-                + "; ".join(differ)
-                + "."
-            )
+            raise RefusalError("all islands need the same options: " + "; ".join(differ) + ".")
         held = self._weights
         for region in hello.regions if held is not None else ():
             assert held is not None
@@ -195,15 +187,11 @@ class Meeting:
             found = None if known is None else (tuple(known.shape), known.dtype)
             if found != (region.shape, region.torch_dtype):
                 raise RefusalError(
-                    f"{region.name} has the shape {region.shape} and dtype {region.dtype}, but "
-                    f"the model on the server has {'no parameter' if found is None else found} of "
-                    "that name. All islands need the same model."
+                    f"{region.name} is {region.shape} in {region.dtype}, but the model on the "
+                    f"server has {'no parameter' if found is None else found} of that name."
                 )
             if region.trains != (region.name not in held.frozen):
-                raise RefusalError(
-                    f"{region.name} is trained on some islands, but frozen on others. Train the "
-                    "same parameters on all islands."
-                )
+                raise RefusalError(f"{region.name} is trained on some islands, frozen on others.")
 
     def _found(self) -> None:
         """Ask one island for the model; the others wait for it."""
@@ -372,10 +360,7 @@ class Meeting:
         del self._rounds[at].movements[island]
         for movement in ranks:
             if movement.answer.set_running_or_notify_cancel():
-                said = (
-                    f"island {island} sent {sent:,} entries of its update, but {entries:,} are "
-                    "needed. Do "
-                )
+                said = f"island {island} sent {sent:,} of {entries:,} entries of its update. Do "
                 said += "all islands have the same model, and the same servers in the same order?"
                 movement.answer.set_exception(RefusalError(said))
 

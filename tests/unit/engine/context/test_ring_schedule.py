@@ -185,7 +185,7 @@ def test_ranks_share_all_tokens_evenly(length: int, divisor: int, ring: int, uly
 @pytest.mark.parametrize("bounds", [(0, 30), (1, 37), (0, 9, 5, 37)])
 def test_documents_that_do_not_cover_the_sequence_are_refused(bounds: tuple[int, ...]) -> None:
     layout = TokenLayout(length=37, ring=2)
-    with pytest.raises(ConfigurationError, match=r"cu_seqlens=\[.*must rise from 0 to the 37"):
+    with pytest.raises(ConfigurationError, match=r"cu_seqlens=\[.*must increase from 0 to 37"):
         RingSchedule(layout=layout, causal=True, documents=bounds)
 
 

@@ -34,7 +34,7 @@ def test_asking_for_values_during_construction_is_refused(fill: Callable[..., No
 
 def test_parameter_never_initialized_is_refused() -> None:
     model, record = build(holder(lambda m: setattr(m, "w", nn.Parameter(torch.empty(3, 5)))))
-    with pytest.raises(PlanError, match="w: the constructor leaves all 15 values"):
+    with pytest.raises(PlanError, match=r"makes the parameter w with .* its 15 values"):
         values(model, record)
 
 
@@ -42,10 +42,10 @@ def test_parameter_made_outside_is_refused() -> None:
     _, record = build(lambda: nn.Linear(3, 5))
     stranger = nn.Parameter(torch.empty(3, 7, device="meta"))
     assert not record.knows(stranger)
-    with pytest.raises(PlanError, match=r"x: no initialization was recorded .* \(3, 7\)"):
+    with pytest.raises(PlanError, match=r"the parameter x of shape \(3, 7\) was not made inside"):
         record.initialize(stranger, name="x", seed=0, device="cpu")
     model, record = build(holder(lambda m: setattr(m, "w", stranger)))
-    with pytest.raises(PlanError, match="w: this parameter was made on the meta device outside"):
+    with pytest.raises(PlanError, match="the parameter w was made on the meta device outside"):
         values(model, record)
 
 
@@ -56,7 +56,7 @@ def test_parameter_copied_from_an_outside_meta_tensor_is_refused() -> None:
         module.w = nn.Parameter(torch.empty(3, 5))
         module.w.data.copy_(stranger)
 
-    with pytest.raises(PlanError, match="w: its initialization reads a meta tensor made outside"):
+    with pytest.raises(PlanError, match="of the parameter w reads a tensor on the meta device"):
         one(holder(fill))
 
 
@@ -66,13 +66,13 @@ def test_draw_that_a_buffer_also_keeps_is_refused() -> None:
         module.register_buffer("signs", signs)
         module.w = nn.Parameter(signs * 0.1)
 
-    with pytest.raises(PlanError, match="w: its initialization reads random values"):
+    with pytest.raises(PlanError, match="of the parameter w reads random values"):
         one(holder(fill))
 
 
 def test_patch_is_removed_after_an_error_and_nesting_is_refused() -> None:
     before = nn.Module.register_parameter
-    with pytest.raises(ConfigurationError, match="already active"), record_construction():
+    with pytest.raises(ConfigurationError, match="is active"), record_construction():
         build(lambda: nn.Linear(3, 5))
     assert nn.Module.register_parameter is before
     assert not nn.Linear(3, 5).weight.is_meta

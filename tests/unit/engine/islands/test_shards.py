@@ -70,7 +70,7 @@ def test_island_that_divides_its_parameters_otherwise_is_refused() -> None:
         right.join()
         wrong = Island(",".join(addresses), 1, outer, start())
         wrong.join()
-        with pytest.raises(IslandError, match="sent 300 of the 401 entries that are due"):
+        with pytest.raises(IslandError, match="sent 300 of 401 entries of its update"):
             train([wrong], range(1))
         train([right], range(1))
         assert [exchange.islands for exchange in right.ranks[0].exchanges] == [[0]]

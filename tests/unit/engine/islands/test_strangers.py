@@ -177,7 +177,7 @@ def test_a_connection_that_cannot_be_encrypted_is_closed(tmp_path: Path) -> None
     with warnings.catch_warnings(record=True) as caught, serving() as server:
         warnings.simplefilter("always", ResourceWarning)
         island = Island(server.port, 0, outer, START)
-        with pytest.raises(IslandError, match="has not reached its server"):
+        with pytest.raises(IslandError, match="could not reach its server"):
             island.join()
         island.close(finished=False)
         del island

@@ -153,7 +153,7 @@ def test_disk_that_fails_is_reported(
 
     with monkeypatch.context() as broken:
         broken.setattr(nvme.os, call, fail)
-        with pytest.raises(OffloadError, match=r"the file of optimizer states failed: .*error"):
+        with pytest.raises(OffloadError, match=r"could not be read or written: .*error"):
             take_step(host, optimizer, model, 0)
     host.close()
 

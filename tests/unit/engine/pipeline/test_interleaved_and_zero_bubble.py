@@ -139,8 +139,13 @@ def test_a_schedule_may_be_written_by_hand(tmp_path):
     ("text", "ranks", "m", "message"),
     [
         ("0F0 0B0", 2, 1, "1 lines with actions, but there are 2 pipeline ranks"),
-        ("0F0 0B0\n2F0 2B0", 2, 1, "stage 1 has no action, but 2 has"),
-        ("0F0 0B0\n1F0 1B0", 2, 3, "has 1 micro-batches, .* cut into 3. Use num_microbatches=1"),
+        ("0F0 0B0\n2F0 2B0", 2, 1, "no action of stage 1, but one of stage 2"),
+        (
+            "0F0 0B0\n1F0 1B0",
+            2,
+            3,
+            "actions of 1 micro-batches, but num_microbatches=3. Use num_microbatches=1",
+        ),
         ("0F0 0X0\n1F0 1B0", 2, 1, "'0X0' is not an action"),
         ("0B0 0F0\n1F0 1B0", 2, 1, "runs 0B0 before 0F0"),
         ("0F0 0F1 0B0 0B1\n1F1 1F0 1B0", 2, 2, "1B1 is missing"),
@@ -148,22 +153,22 @@ def test_a_schedule_may_be_written_by_hand(tmp_path):
             "0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1",
             2,
             2,
-            "rank 0 sends the activations of stage 0, micro-batch 0, where rank 1 takes those of "
-            "stage 0, micro-batch 1. Use one order",
+            "rank 0 sends the activations of stage 0 and micro-batch 0, but at this place rank 1 "
+            "receives those of stage 0 and micro-batch 1. Use the same order",
         ),
         (
             "0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0",
             2,
             2,
-            "rank 1 sends the gradients of stage 1, micro-batch 1, where rank 0 takes those of "
-            "stage 1, micro-batch 0",
+            "rank 1 sends the gradients of stage 1 and micro-batch 1, but at this place rank 0 "
+            "receives those of stage 1 and micro-batch 0",
         ),
         ("0F0 0F1 1F1 1F0 1B0 1B1 0B0 0B1", 1, 2, "rank 0 sends the activations of stage 0"),
         (
             "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1\n1F1 1F0 3F0 3F1 3B0 3B1 1B0 1B1",
             2,
             2,
-            "rank 0 sends the activations of stage 0, micro-batch 0, .* micro-batch 1",
+            "rank 0 sends the activations of stage 0 and micro-batch 0, .* micro-batch 1",
         ),
     ],
 )
@@ -181,7 +186,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_stages_per_rank_can_be_chosen_for_interleaved_only():
     assert build_schedule("interleaved", 2, 2, 3).num_stages == 6
-    with pytest.raises(ScheduleError, match=r"'zbv' has 2 stage\(s\) per rank, not 3"):
+    with pytest.raises(ScheduleError, match=r"'zbv' always has 2 stage\(s\) per rank, but 3"):
         build_schedule("zbv", 2, 2, 3)
-    with pytest.raises(ScheduleError, match=r"stages_per_rank=1\. Use 2 or more"):
+    with pytest.raises(ScheduleError, match=r"stages_per_rank=1\. Use stages_per_rank=2 or more"):
         build_schedule("interleaved", 2, 2, 1)

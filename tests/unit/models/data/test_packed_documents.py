@@ -96,7 +96,7 @@ def test_json_lines_and_text_become_a_token_file(
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
     assert batch["labels"].tolist() == [[*b"ne", 256, -100]]
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl, line 1: no JSON object with a text"):
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl, line 1 is not a JSON object"):
         find_command("tokenize")([*sources, "--out", out])
 
 
@@ -119,7 +119,7 @@ def test_corpora_are_blended_by_weights(tmp_path: Path) -> None:
     assert even[1] == even[2]
     assert skewed.total() == even.total()
     assert skewed[1] == round(0.9 * skewed.total())
-    with pytest.raises(ConfigurationError, match="must be one for each of paths"):
+    with pytest.raises(ConfigurationError, match="must have one entry for each of paths"):
         TextDataModule(paths, weights=[1.0])
     with pytest.raises(ConfigurationError, match="does not say where its documents end"):
         TextDataModule(paths[:1], documents=True).setup("fit")

@@ -27,7 +27,7 @@ def trainer(devices: int, strategy: Any) -> pl.Trainer:
 @pytest.mark.usefixtures("prompt")
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "hybrid3d", "auto_parallel"])
 def test_prompt_gets_the_lines_that_work_for_several_devices(strategy: str) -> None:
-    said = r"2 devices need 2 processes.*`%%writefile train\.py` and run `!python train\.py`"
+    said = r"2 devices need 2 processes.*`%%writefile train\.py`, and run `!python train\.py`"
     with pytest.raises(ConfigurationError, match=said):
         trainer(2, strategy)
     assert trainer(1, strategy).world_size == 1

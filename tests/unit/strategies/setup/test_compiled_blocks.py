@@ -32,10 +32,10 @@ def check(
     ("options", "says"),
     [
         ({**ASYNC, "compile_blocks": False}, "needs compile_blocks=True"),
-        ({**ASYNC, "compile_blocks": {"backend": "eager"}}, "torch's own backend, not 'eager'"),
+        ({**ASYNC, "compile_blocks": {"backend": "eager"}}, "of torch.compile, not 'eager'"),
         (
             {**ASYNC, "compile_blocks": {"mode": "max-autotune"}},
-            r"in place of mode='max-autotune'.*list_mode_options\('max-autotune'\)",
+            r"instead of mode='max-autotune'.*list_mode_options\('max-autotune'\)",
         ),
         ({**ASYNC, "sequence_parallel": False}, "needs sequence parallelism"),
     ],
@@ -80,7 +80,9 @@ def test_graphs_are_refused_where_gradients_add_up() -> None:
     check({**graphs, "offload_options": {"accumulate_on": "host"}}, ONE, "cuda", accumulates=True)
     check(graphs, SHARDS, "cpu", accumulates=True)
     check({"compile_blocks": True}, SHARDS, "cuda", accumulates=True)
-    with pytest.raises(ConfigurationError, match=r"CUDA graphs.*num_microbatches=8 are added"):
+    with pytest.raises(
+        ConfigurationError, match=r"CUDA graphs.*num_microbatches=8 have to be added"
+    ):
         check(graphs, STAGES, "cuda")
     check({**graphs, "num_microbatches": 1}, STAGES, "cuda")
     check(graphs, STAGES, "cpu")

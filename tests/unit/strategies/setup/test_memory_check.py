@@ -101,11 +101,16 @@ def test_table_is_printed() -> None:
 
 FITS = [
     # 16 GiB of parameters alone.
-    ((1, {}), 10, 500, r"needs 16.03 GiB before activations and has 10.00 GiB.*Use more devices"),
+    ((1, {}), 10, 500, r"needs 16.03 GiB without activations, but has 10.00 GiB.*Use more devices"),
     ((1, {"delayed_update": 3}), 80, 120, r"needs 128.00 GiB.*120.00 GiB\. Use delayed_update=F"),
-    ((1, {}), 80, 100, r'the host needs 112.00 GiB for 1 ranks.*Use state_dtype="bfloat16"\.'),
+    (
+        (1, {}),
+        80,
+        100,
+        r'the host needs 112.00 GiB of CPU memory for its 1 ranks.*Use state_dtype="bfloat16"\.',
+    ),
     ((4, {"stage": 1}), 20, 500, r"every device needs 24.00 GiB.*Use zero_stage=3\."),
-    ((1, {}), None, 120, r"the host needs 128.03 GiB.*can give 120.00 GiB"),
+    ((1, {}), None, 120, r"the host needs 128.03 GiB.*120.00 GiB are available"),
     ((1, {}), 80, 113, None),
     ((1, {}), 80, None, None),
 ]
@@ -128,7 +133,7 @@ def test_run_that_cannot_fit_is_refused_with_what_would(
 def test_offloading_is_proposed_where_the_optimizer_does_not_fit() -> None:
     said = explain(strategy(1, "hybrid3d", **ONES), 40, 500)
     assert said is not None
-    assert "64.00 GiB before activations and has 40.00 GiB" in said
+    assert "64.00 GiB without activations, but has 40.00 GiB" in said
     assert said.endswith("Use offload_options={} (the optimizer on the host).")
 
 
@@ -136,7 +141,7 @@ def test_sharding_of_a_model_without_blocks_is_warned_of() -> None:
     """On the CPU, too, where nothing is refused."""
     model, made = Large(), strategy(2, "hybrid3d", **ONES, zero_stage=3)
     bare = check_plan(model, lightning_par.ParallelPlan(), made.sizes)
-    with pytest.warns(UserWarning, match="zero_stage=3: the plan of Large names no blocks, so"):
+    with pytest.warns(UserWarning, match="zero_stage=3: the plan of Large does not say which"):
         replace(memory_check(model, made), resolved=bare).check(made.root_device)
     memory_check(model, made).check(made.root_device)
 
@@ -146,9 +151,12 @@ def test_misfit_of_the_host_counts_every_rank() -> None:
     sizes = {"device": GIB, "host": 7 * GIB}
     assert misfits(estimate, **sizes, ranks_per_host=3) == []
     (problem,) = misfits(estimate, **sizes, ranks_per_host=4)
-    assert problem == "the host needs 8.00 GiB for 4 ranks and can give 7.00 GiB"
+    assert (
+        problem
+        == "the host needs 8.00 GiB of CPU memory for its 4 ranks, but 7.00 GiB are available"
+    )
     assert misfits(estimate, **sizes, ranks_per_host=3, shared=True) == [
-        "the host needs 9.00 GiB for 3 ranks and can give 7.00 GiB"
+        "the host needs 9.00 GiB of CPU memory for its 3 ranks, but 7.00 GiB are available"
     ]
 
 

@@ -67,12 +67,15 @@ def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tensor", r"computes lr=0\.2\d* from .*on one process it is 0\.1"),
         (
             "one cycle",
-            r"computes total_steps=50 of a schedule from .*it is 100.*estimated_stepping_batches",
+            r"computes total_steps=50 of a learning-rate .*it is 100.*estimated_stepping_batches",
         ),
-        ("lambda", r"computes steps=50 of a schedule from .*it is 100.*estimated_stepping_batches"),
+        (
+            "lambda",
+            r"computes steps=50 of a learning-rate .*it is 100.*estimated_stepping_batches",
+        ),
         (
             "sequence",
-            r"computes total_iters=50 of a schedule from .*it is 100.*estimated_stepping_batches",
+            r"computes total_iters=50 of a learning-rate .*it is 100.*estimated_stepping_batches",
         ),
     ],
 )

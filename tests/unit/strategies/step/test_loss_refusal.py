@@ -48,9 +48,9 @@ def drawn() -> OneBatch:
     ("make", "first"),
     [
         (OneBatch, "If the loss is a weighted mean"),
-        (Hardest, "The step calls topk, which may need all samples: use num_microbatches=1 and"),
+        (Hardest, "The step calls topk, which may need all samples of the batch. Use "),
         (Compared, "If samples are compared with each other"),
-        (drawn, "If the step draws what counts in its loss, or draws from a generator"),
+        (drawn, "If the step draws random numbers that choose which labels or samples"),
     ],
 )
 def test_cure_to_which_the_step_points_is_first(make: Callable[[], Any], first: str) -> None:
@@ -60,7 +60,8 @@ def test_cure_to_which_the_step_points_is_first(make: Callable[[], Any], first: 
     assert ": the loss of a batch does not follow from the losses of its parts" in what
     assert f".training_step ({__file__}:" in what
     assert " on 4 micro-batches and 2 replicas: " in what
-    assert why.startswith("Why: the loss of some samples is neither the mean over the samples, nor")
+    assert why.startswith("Why: the loss of a batch was compared")
+    assert "It is neither the mean over the samples, nor" in why
     assert write == "What to write:"
     assert cures[0].startswith(f"  - {first}")
     assert "num_microbatches=1 and data_parallel_size=1." in text
