@@ -55,5 +55,5 @@ def test_the_picture_says_what_the_prediction_says(pipeline, tmp_path):
 
 def test_another_suffix_is_refused(tmp_path):
     one = PLANNER.predict(layout(3, "1f1b"))
-    with pytest.raises(ConfigurationError, match=r"layout\.jpg.*one of \.pdf, \.png, \.svg"):
+    with pytest.raises(ConfigurationError, match=r"layout\.jpg.*suffixes \.pdf, \.png, \.svg"):
         draw_candidate(PLANNER, one, tmp_path / "layout.jpg")

@@ -51,7 +51,7 @@ def test_it_is_drawn(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--schedule", "zbw"], "'zbw' is neither 1f1b, .* nor a file"),
+        (["--schedule", "zbw"], "'zbw' is neither .* nor a file.*1f1b, "),
         (["--microbatches", 0], "num_microbatches=0 must be 1 or more"),
         (["--p2p", -1], "p2p=-1.0: a time cannot be negative"),
         (["--out", "x.gif"], "must have one of the suffixes"),

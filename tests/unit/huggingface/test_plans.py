@@ -186,7 +186,7 @@ def test_heads_have_to_divide_although_rows_do() -> None:
     text = refusal(FAMILIES["llama"](), ParallelSizes(tensor=4))
     assert "model.model" not in text
     assert "model.layers.0.self_attn (and 2 others) has num_key_value_heads=2, not" in text
-    assert "Use 1 or 2" in text
+    assert "Use tensor_parallel_size=1 or 2" in text
 
 
 WITHOUT_TRANSFORMERS = """

@@ -179,7 +179,7 @@ def test_two_offers_side_by_side_are_refused_by_name():
 
 
 def test_an_unknown_tensor_style_names_the_pattern_the_nearest_and_all_styles():
-    with pytest.raises(PlanError, match=r"'head': 'colwize'.*'colwise'.*vocab_head"):
+    with pytest.raises(PlanError, match=r"'head' the style 'colwize'.*'colwise'.*vocab_head"):
         ParallelPlan(tensor={"head": "colwize", "embed": "vocab_embedding"})
 
 
@@ -204,8 +204,8 @@ def test_text_where_several_names_belong_is_refused(fields, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tensors": {}}, r"\['tensors'\].*it has blocks, first"),
-        ({"batch": {"label": "y"}}, r"\['label'\].*sequence_dims, labels, ignore_index"),
+        ({"tensors": {}}, r"no field tensors\..* are blocks, first"),
+        ({"batch": {"label": "y"}}, r"no field label\..*sequence_dims, labels, ignore_index"),
     ],
 )
 def test_from_dict_refuses_unknown_entries_by_name(values, message):

@@ -156,7 +156,7 @@ NAMES = {
     ),
     "nothing": (
         {"tensor": {"body.blocks.*.upp": "colwise"}},
-        r"^tensor: 'body\.blocks\.\*\.upp' matches no module; did you mean 'body\.blocks\.\*\.up'",
+        r"'body\.blocks\.\*\.upp' matches no module; did you mean 'body\.blocks\.\*\.up'",
     ),
     "twice": (
         {"tensor": {"body.blocks.*.up": "colwise", "body.blocks.1.*": "rowwise"}},
@@ -176,7 +176,7 @@ NAMES = {
     ),
     "experts": (
         {"experts": ("body.experts.*",)},
-        r"experts: 'body\.experts\.\*' matches no module",
+        r"experts=\.\.\.\): 'body\.experts\.\*' matches no module",
     ),
     "checkpointable": (
         {"checkpointable": ("mlp",)},
@@ -256,7 +256,7 @@ def test_sizes_that_do_not_fit_the_model_are_refused_with_the_numbers(case):
 @pytest.mark.parametrize("by_hand", [[1, 1], [3], [1, 1, 1], [0, 3], [4, -1]])
 def test_stage_blocks_that_do_not_cover_the_blocks_are_refused(by_hand):
     plan, numbers = ParallelPlan(blocks="body.blocks"), rf"stage_blocks=\[{str(by_hand)[1:-1]}\]"
-    with pytest.raises(PlanError, match=rf"{numbers}.*sum {sum(by_hand)};.*2 numbers.*3 blocks"):
+    with pytest.raises(PlanError, match=rf"{numbers}.*sum {sum(by_hand)};.*2 entries.* is 3, the"):
         check_plan(Net(), plan, ParallelSizes(pipeline=2), stage_blocks=by_hand)
 
 

@@ -64,7 +64,7 @@ def test_numbers_that_do_not_fit_their_box_are_left_out(tmp_path):
 
 
 def test_an_unknown_suffix_is_refused_with_the_valid_ones(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"a\.gif'.*one of \.pdf, \.png, \.svg"):
+    with pytest.raises(ConfigurationError, match=r"a\.gif'.*suffixes \.pdf, \.png, \.svg"):
         draw_timeline(simulate(one_f_one_b(2, 2)).events, tmp_path / "a.gif", title="t")
 
 

@@ -24,7 +24,10 @@ from lightning_par.errors import ConfigurationError
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and less than 1."),
         ({"grace": -2}, "grace=-2 must be a number of seconds"),
         ({"timeout": "1 h"}, "timeout='1 h' must be"),
-        ({"optimizer": "average", "lr": 0.5}, "optimizer='average' uses the mean.*lr=0.5"),
+        (
+            {"optimizer": "average", "lr": 0.5},
+            "weights, so lr=0.5 and momentum=None have no effect",
+        ),
         ({"optimizer": "nesterov", "momentum": 0}, "needs a momentum of more than 0"),
         ({"every": 12, "fragments": 4, "overlap": 3}, "Use overlap=2 or less."),
         ({"every": 2, "fragments": 3}, "Use fragments=2 or less."),

@@ -121,7 +121,7 @@ def test_corpora_are_blended_by_weights(tmp_path: Path) -> None:
     assert skewed[1] == round(0.9 * skewed.total())
     with pytest.raises(ConfigurationError, match="must have one entry for each of paths"):
         TextDataModule(paths, weights=[1.0])
-    with pytest.raises(ConfigurationError, match="does not say where its documents end"):
+    with pytest.raises(ConfigurationError, match="does not store where its documents end"):
         TextDataModule(paths[:1], documents=True).setup("fit")
 
 

@@ -73,7 +73,7 @@ def test_memory_is_that_of_the_tensors_of_a_step(monkeypatch: pytest.MonkeyPatch
     """The layer and one batch with its output, on the way to which there are two batches."""
     (told,) = measure(monkeypatch, 1.0, counts=True, measured=False)
     least = 4 * (4 * 5 + 5 + ROWS * (4 + 5))
-    held = float(told.partition("rank holds ")[2].partition(" MiB")[0]) * 2**20
+    held = float(told.partition("in use holds ")[2].partition(" MiB")[0]) * 2**20
     assert 0.999 * least <= held <= 2 * least  # of four digits
     assert told.startswith("warn")
 

@@ -126,8 +126,11 @@ def test_dropout_alone_is_no_draw_and_evaluation_none_at_all() -> None:
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda x: torch.randperm(len(x)), r"randperm\(2\).*mixes samples"),
-        (lambda x: torch.rand(len(x), len(x)), r"rand for .*\(4, 4\) for 4 samples and .*\(2, 2\)"),
+        (lambda x: torch.randperm(len(x)), r"randperm\(2\) to shuffle"),
+        (
+            lambda x: torch.rand(len(x), len(x)),
+            r"rand for .*\(4, 4\) with 4 samples, and .*\(2, 2\)",
+        ),
         (lambda x: torch.poisson(x), "poisson for each sample"),
     ],
 )
