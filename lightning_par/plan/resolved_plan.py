@@ -360,10 +360,10 @@ def _check_tensor(
         bare = [(owner or itself, "") for owner in owners if owner not in resolved.styles]
         if bare:
             problems.append(
-                f"{asked} with sequence_parallel=True: these modules hold parameters, but the "
-                f"plan gives them no tensor style: {', '.join(_alike(bare))}. Give each of them a "
-                "style in ParallelPlan(tensor=...), such as 'sequence_parallel' or 'replicated', "
-                "which do not shard its parameters; or use sequence_parallel=False."
+                f"{asked} with sequence_parallel=True: these modules hold parameters, but have no "
+                f"tensor style: {', '.join(_alike(bare))}. Give each a style, such as "
+                "'sequence_parallel' or 'replicated', which do not shard it; or use "
+                "sequence_parallel=False."
             )
     return problems
 
