@@ -18,7 +18,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         {"method": "topk", "densty": 0.1},
         r"gradient_compression has no field 'densty'\. .*; did you mean 'density'\?",
     ),
-    "no method": ({"rank": 4}, r"gradient_compression=\{'rank': 4\}: .*'method'"),
+    "no method": ({"rank": 4}, r"gradient_compression=\{'rank': 4\} is not complete: .*'method'"),
     "rank": ({"method": "powersgd", "rank": 0}, r"rank=0 must be a whole number of 1 or more"),
     "density": ({"method": "topk", "density": 0}, r"density=0 must be a number of more than 0"),
     "density of many": ({"method": "topk", "density": 2.0}, r"density=2.0 must .* at most 1"),
@@ -61,7 +61,7 @@ def test_sums_on_the_host(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("option", ["zero_stage", "offload_options"])
 def test_names_that_zero_offload_gives_itself(option: str) -> None:
-    with pytest.raises(TypeError, match=rf"ZeROOffloadStrategy has no option '{option}': .*stage="):
+    with pytest.raises(TypeError, match=rf"ZeROOffloadStrategy has no option '{option}'.*stage="):
         lightning_par.ZeROOffloadStrategy(**{option: 0})
 
 

@@ -57,7 +57,7 @@ BEFORE = {
         error=PlanError,
         options=CP2,
         module=replanned(positions={"positon": "positions"}),
-        says=r"positions: 'model\.positon' matches no module; did you mean 'model\.position'\?",
+        says=r"'model\.positon' matches no module; did you mean 'model\.position'\?",
     ),
     "positions by another name": Case(
         error=PlanError,
@@ -87,7 +87,7 @@ BEFORE = {
         error=PlanError,
         options=CP2,
         module=replanned(blocks=None),
-        says=r"context_parallel_size=2: the plan of \w+ names no blocks",
+        says=r"context_parallel_size=2: the plan of \w+ does not say which modules",
     ),
     "compiled blocks": Case(
         error=ConfigurationError,

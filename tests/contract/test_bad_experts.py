@@ -35,7 +35,7 @@ CASES = {
         error=MeshError,
         devices=4,
         options={"tp": 1, "pp": 1, "dp": 4, "expert_parallel_size": 3},
-        says=r"expert_parallel_size=3 does not divide the 4 data-parallel ranks .* use one of "
+        says=r"expert_parallel_size=3 does not divide the 4 data-parallel ranks .* Use one of "
         r"1, 2 or 4\.",
     ),
     "ranks of tensor parallelism": Case(
@@ -82,13 +82,13 @@ CASES = {
         error=PlanError,
         options=DP2,
         module=without_compute,
-        says=r"expert_parallel_size=2: model\.blocks\.0\.moe\.experts is a Linear without compute",
+        says=r"names model\.blocks\.0\.moe\.experts, but its class Linear has no method compute",
     ),
     "a pattern without a match": Case(
         error=PlanError,
         options=DP2,
         module=planned(experts=("blocks.*.expert",), replica_sums=("blocks.*.sum",)),
-        says=r"(?s)experts: 'model.blocks.\*.expert' matches no module.*replica_sums: 'model\.",
+        says=r"(?s)experts=.*'model.blocks.\*.expert' matches no module.*replica_sums=.* 'model\.",
     ),
     "features that do not divide": Case(
         error=PlanError,

@@ -271,7 +271,7 @@ STEPS = {
         module=with_tensor({"blocks.*.mlp.0": "replicated"}),
         says=r"model\.blocks\.0\.mlp\.2 \(Linear\) failed while .*do not fit each other.*"
         r"model\.blocks\.0\.mlp\.0 \(whole\), model\.blocks\.0\.mlp\.2 \(divided\)\. "
-        r"'vocab_head' is for .*\. A layer",
+        r".*'vocab_head' is for .*\. Give a layer",
     ),
     "batch entry that is absent": Case(
         error=PlanError,
@@ -322,7 +322,7 @@ STEPS = {
         options=PP,
         ranks=True,
         module=NaN,
-        says=r"model\.embed is used after the blocks.*ParallelPlan\(replicated=",
+        says=r"model\.embed is used after the blocks.*or in replicated=",
     ),
 }
 CASES = {**MESH, **OPTIONS, **PLANS, **STEPS}

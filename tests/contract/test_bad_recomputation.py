@@ -73,7 +73,7 @@ class OneBlock(Bare):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, r"entries are two or more modules of one class.*nn\.ModuleList"),
+        ({}, r"two or more modules of the same class.*nn\.ModuleList"),
         ({"parts": "plan"}, "the plan of the model names none"),
     ],
     ids=str,

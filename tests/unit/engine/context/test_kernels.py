@@ -130,6 +130,8 @@ def test_automatic_choice_on_the_cpu_is_torchs_own_kernel() -> None:
 def test_backend_that_cannot_take_a_call_says_why_and_what_can() -> None:
     missing = r"attention_backend='aten_flash' needs a CUDA device.*Use auto, aten_cpu or eager"
     if KERNELS["aten_flash"].missing() is None:
-        missing = r"attention_backend='aten_flash' runs on cuda, not on cpu \(heads of 5 dims"
+        missing = (
+            r"attention_backend='aten_flash' runs on cuda, not on cpu \(this call has head dim 5"
+        )
     with pytest.raises(ConfigurationError, match=missing):
         choose_kernel("aten_flash", torch.zeros(1, 2, 3, 5), masked=False)
