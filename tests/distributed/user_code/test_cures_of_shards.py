@@ -35,7 +35,7 @@ class Bounded(PlainModule):
             weight.data.copy_(torch.renorm(weight.data, 2, 0, 1.0))
 
 
-@CURES.add("LP207", r"'vocab_embedding': .*on_train_batch_end .torch\.renorm", "tp2")
+@CURES.add("LP207", r"'vocab_embedding': .*on_train_batch_end with torch\.renorm", "tp2")
 def an_embedding_with_a_bound_on_shards(cured: bool) -> nn.Module:
     return Bounded(cured)
 
@@ -75,7 +75,7 @@ def weights_that_the_step_clamps(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP207",
-    "the step cannot compute .*'sequence_gather_output'",
+    "the step failed while it computed .*'sequence_gather_output'",
     "tp2",
     styles={"net.norm": "sequence_gather_output"},
 )
