@@ -264,7 +264,7 @@ def loss_times_a_norm() -> Any:
 
 @CASES.add(
     equal="zero3",
-    refused={"pp2": ELSEWHERE, "tp2": "the step cannot compute .*'sequence_gather_output'"},
+    refused={"pp2": ELSEWHERE, "tp2": "the step failed .*'sequence_gather_output'"},
 )
 def logits_from_the_embedding_by_hand() -> Any:
     class Module(PlainModule):
