@@ -271,7 +271,7 @@ class Penalized(PlainModule):
         return super().loss(batch) + self.term()
 
 
-_ELSEWHERE = "which is on another pipeline stage"
+_ELSEWHERE = "but this parameter is on another pipeline stage"
 
 
 @CURES.add("LP408", rf"{_ELSEWHERE}.*weight_decay of the optimizer")
@@ -299,7 +299,9 @@ def a_penalty_on_all_weights_in_a_hook(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP408", rf"{_ELSEWHERE}.*a small module in .*replicated=", replicated=("net.emb",))
+@CURES.add(
+    "LP408", rf"{_ELSEWHERE}.*a small module on every stage.*replicated=", replicated=("net.emb",)
+)
 def a_penalty_on_the_embedding(cured: bool) -> nn.Module:
     class Module(Penalized):
         def term(self) -> Any:

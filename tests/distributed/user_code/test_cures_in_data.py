@@ -139,7 +139,7 @@ def padding_of_other_lengths(cured: bool) -> Any:
     return _RegressesTokens(), _ragged_pairs(), _padded(12 if cured else None)
 
 
-@CURES.add("LP327", r"padding changes the loss.*a mask by whose sum it is divided", "zero1")
+@CURES.add("LP327", r"padding changes the loss.*divide by the sum of a mask", "zero1")
 def padding_in_a_mean(cured: bool) -> Any:
     module = _RegressesTokens()
     module.leaves_padding_out = cured

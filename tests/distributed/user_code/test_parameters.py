@@ -16,7 +16,7 @@ from tests.support.models.plain_language_model import PlainModule, PlainNet, tok
 from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
-ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, which is on another pipeline stage"
+ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, but this parameter is on another"
 
 
 def penalized(term: Callable[[PlainModule], Any], scale: float = 1e-2) -> Any:
