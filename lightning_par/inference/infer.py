@@ -31,7 +31,10 @@ __all__ = ["describe_inferred", "infer_here", "infer_plan", "refuse_all"]
 _DROPS_SAMPLES = re.compile("droppath|stochasticdepth", re.IGNORECASE)
 _MISTAKES = (ArithmeticError, AssertionError, ImportError, LookupError, NameError, OSError)
 """Exceptions of a step that come from its own code, whoever runs it."""
-_DECLARE = "Declare parallel_plan() on the model, or pass plan= to the strategy."
+_DECLARE = (
+    "To divide the model by a plan of your own instead, declare parallel_plan() on it, or pass "
+    "plan= to the strategy."
+)
 
 
 def infer_plan(

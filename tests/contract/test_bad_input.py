@@ -223,7 +223,7 @@ PLANS = {
         ranks=True,
         module=Penalized,
         says=r"tensor_parallel_size=2: no plan could be inferred.*is read by the step itself.*"
-        r"Declare parallel_plan\(\).*plan=",
+        r"declare parallel_plan\(\).*plan=",
     ),
     "no plan under pp, and none can be inferred": Case(
         error=PlanError,

@@ -267,7 +267,8 @@ class WholeView(TorchFunctionMode):
         if not self._is_part(tensor):
             return tensor
         stage, value = self._stage_of(tensor), None
-        self._agree(f"reading a tensor of shape {tuple(tensor.shape)} of stage {stage}", self.group)
+        of = "" if stage is None else f" of stage {stage}"
+        self._agree(f"reading a tensor of shape {tuple(tensor.shape)}{of}", self.group)
         # `whole` communicates over the ranks of the stage alone.
         if stage is None or stage == self.place:
             value = whole(tensor.detach()).detach()

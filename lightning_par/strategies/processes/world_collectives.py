@@ -150,9 +150,7 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
         return
     where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     ranks = sizes.world_size // sizes.data
-    why = (
-        f"but each {ranks} of them have the same samples, so each sample would count {ranks} times"
-    )
+    why = f"and {ranks} ranks hold the same samples, so each sample would be counted {ranks} times"
     if in_stage:
         why = (
             "but only the ranks of the last pipeline stage run the code after the blocks, so the "

@@ -107,11 +107,11 @@ def check_tensor_ranks(
         raise ConfigurationError(
             "LP310",
             f"{type(module).__name__}.training_step computes different losses on the {degree} "
-            f"tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same samples). No "
-            "weight was changed.\nWhy: the loss uses an activation that is sharded, so each rank "
-            "computes it from its own tokens or features.\nWhat to write: use "
-            "sequence_parallel=False, or give the module whose output enters the loss a style that "
-            "gathers it ('sequence_gather_output' or 'colwise_gather_output').",
+            f"tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same "
+            "samples).\nWhy: the loss uses an activation that is sharded, so each rank computes it "
+            "from its own tokens or features.\nWhat to write: use sequence_parallel=False, or give "
+            "the module whose output enters the loss a style that gathers it "
+            "('sequence_gather_output' or 'colwise_gather_output').\nNo weight was changed.",
         )
 
 
@@ -130,9 +130,10 @@ def check_hyperparameters(seen: StepReport, sizes: ParallelSizes, *, any_sets: b
         name = next(iter(seen.sets), "a hyperparameter of an optimizer")
         raise ConfigurationError(
             "LP325",
-            f"training_step sets {name} to a different value for each part of a batch. No weight "
-            f"was changed.\nWhy: on {sizes} it runs for each micro-batch and replica, and the "
-            "value depends on the samples, or on how often it has run.\nWhat to write: set it in "
-            "on_train_batch_end, from outputs['loss'] or trainer.callback_metrics, which are those "
-            "of the whole batch; or use num_microbatches=1 if it depends on the number of steps.",
+            f"training_step sets {name} to a different value for each part of a batch.\n"
+            f"Why: on {sizes} training_step runs for each micro-batch and replica, and the value "
+            "depends on the samples, or on how often training_step has run.\nWhat to write: set "
+            "the value in on_train_batch_end, from outputs['loss'] or trainer.callback_metrics, "
+            "which are those of the whole batch; or use num_microbatches=1 if the value depends on "
+            "the number of steps.\nNo weight was changed.",
         )

@@ -32,9 +32,9 @@ _CURES = {
         "self.all_gather(torch.ones(1, device=self.device)).numel(), which is 1 on one process."
     ),
     "LP419": (
-        "Do not use the rank to compute the loss: one process computes the same for all samples, "
-        "and random numbers already differ between replicas. Use the rank only to decide which "
-        "rank writes files."
+        "Do not use the rank to compute the loss: one process treats all samples alike. "
+        "Random numbers already differ between replicas. Use the rank only to decide which rank "
+        "writes files."
     ),
 }
 

@@ -202,14 +202,15 @@ class CountedBuffers:
         cure = "or use num_microbatches=1; " if divides and alone else ""
         raise ConfigurationError(
             "LP325",
-            f"training_step changes the buffer {names[0]}{more} from its samples. No weight was "
-            f"changed.\nWhy: on {self._mesh.sizes} each {part} computes the buffer from its own "
+            f"training_step changes the buffer {names[0]}{more} from its samples.\n"
+            f"Why: on {self._mesh.sizes} each {part} computes the buffer from its own "
             "samples or tokens, and these values cannot be combined into the value of one "
             "process.\nWhat to write:\n  - Add the values of the samples to the buffer "
             "(self.total += x.sum(); self.count += len(x)), since such sums are added over all "
             f"ranks, and divide them in on_train_batch_end; {cure}use sequence_parallel=False if "
             "tensor parallelism divides the tokens.\n  - To accept the value of each rank's own "
-            "samples, as DDP does, declare ParallelPlan(batch=BatchLayout(local_statistics=True)).",
+            "samples, as DDP does, declare ParallelPlan(batch=BatchLayout(local_statistics=True))."
+            "\nNo weight was changed.",
         )
 
     @contextmanager

@@ -21,7 +21,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "full_parameter": lambda m: m.trainer.strategy.full_parameter("net.head.weight"),
     "gather_state_dict": lambda m: m.trainer.strategy.gather_state_dict(),
     "a forward of the model": lambda m: m.net(torch.arange(8).view(2, 4)),
-    "() of": lambda m: float(m.net.state_dict()["emb.weight"].norm()),
+    "reading a tensor of shape ()": lambda m: float(m.net.state_dict()["emb.weight"].norm()),
 }
 """What LP415 says of the rank -> the call."""
 HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")

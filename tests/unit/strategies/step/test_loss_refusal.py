@@ -56,7 +56,7 @@ def drawn() -> OneBatch:
 def test_cure_to_which_the_step_points_is_first(make: Callable[[], Any], first: str) -> None:
     dims = BatchDims(size=8, dims={"x": 0})
     text = refusal_of_loss(make(), MEAN_OVER_SAMPLES, dims, 4, 2)
-    what, why, write, *cures = text.splitlines()
+    what, why, write, *cures, last = text.splitlines()
     assert ": the loss of a batch does not follow from the losses of its parts" in what
     assert f".training_step ({__file__}:" in what
     assert " on 4 micro-batches and 2 replicas: " in what
@@ -65,6 +65,7 @@ def test_cure_to_which_the_step_points_is_first(make: Callable[[], Any], first: 
     assert write == "What to write:"
     assert cures[0].startswith(f"  - {first}")
     assert "num_microbatches=1 and data_parallel_size=1." in text
+    assert last == "No weight was changed."
     assert "has no batch dim" not in text  # there is one entry, which has
 
 
@@ -72,4 +73,4 @@ def test_entries_are_named_where_one_may_have_no_batch_dim() -> None:
     dims = BatchDims(size=8, dims={"x": 0, "table": 0})
     text = refusal_of_loss(OneBatch(), MEAN_OVER_SAMPLES, dims, 1, 2)
     assert "If one of the entries 'x', 'table' has no batch dim, declare BatchLayout(whole=" in text
-    assert text.endswith("Otherwise use data_parallel_size=1.")
+    assert text.endswith("Otherwise use data_parallel_size=1.\nNo weight was changed.")
