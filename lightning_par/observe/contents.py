@@ -6,8 +6,8 @@ import io
 import random
 import sys
 from argparse import Namespace
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, deque, OrderedDict
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = [
     "copy_of",
     "is_container",
     "is_foreign",
+    "is_iterator",
     "names_in",
     "refill",
     "restore_of",
@@ -90,6 +91,8 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
     seen.add(id(value))
     inside = copied.values() if isinstance(copied, dict) else copied
     items = [restore_of(item, seen) for item in inside]
+    if held is value and (own := _attributes(value)) is not None:
+        items.append(restore_of(own, seen))  # of a list of a user's class
 
     def restore() -> None:
         # The container first: the items that were put into it again are those restored below.
@@ -179,14 +182,31 @@ def copy_of(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, dict) and is_container(value):
+        return dict(value)
     return copy.copy(value) if is_container(value) else value
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether a value is an iterator that cannot be put back, such as a generator.
+
+    A file can be, as can an iterator of a user's class, by its attributes.
+    """
+    return (
+        isinstance(value, Iterator)
+        and not isinstance(value, io.IOBase)
+        and _attributes(value) is None
+    )
 
 
 def is_container(value: Any) -> bool:
     """Return whether a value is a container of Python whose contents can be put back."""
     # Subclasses of list are refilled in place like it. Of dicts only those whose `update` replaces
-    # items: that of a user's class may do anything.
-    return isinstance(value, list | deque | defaultdict) or type(value) in (dict, set, Counter)
+    # items, as Lightning's for hyperparameters: that of a user's class may do anything.
+    if isinstance(value, dict) and type(value).update is dict.update:
+        return True
+    kinds = (set, Counter, OrderedDict)
+    return isinstance(value, list | deque) or type(value) in kinds
 
 
 def refill(value: Any, items: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.rng import fork_all_rng
-from lightning_par.observe.contents import copy_of, refill, restore_of
+from lightning_par.observe.contents import copy_of, is_iterator, refill, restore_of
 from lightning_par.observe.outside import outside_kept
 
 __all__ = ["StateOfParts", "is_equal", "isolated", "untouched"]
@@ -82,6 +83,10 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
     parts = dict(module.named_modules())
+    # What an iterator has given inside comes once more afterwards.
+    recorded = {key: _Recorded(value) for key, (value, _) in state.items() if is_iterator(value)}
+    for (place, name), recorder in recorded.items():
+        _holder(parts[place], name)[name] = recorder
     try:
         with outside_kept(parts.values()):
             yield
@@ -98,6 +103,9 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         for place, name in [key for key, _ in _state(module) if key not in state]:
             if (place, name) not in but:
                 _holder(parts[place], name).pop(name, None)
+        for key, recorder in recorded.items():
+            if recorder.given:
+                state[key] = chain(recorder.given, recorder.source), state[key][1]
         for key, (value, restore) in state.items():
             if key not in but:
                 # Contents, then the name: the step may have bound it to something else.
@@ -137,7 +145,9 @@ class StateOfParts:
         with untouched(self._module, but=self._changed):
             yield
             # Inside of `untouched`, or all ends would be equal to the beginning.
-            self._ends.append({name: copy_of(value) for name, value in _state(self._module)})
+            # An iterator is another object each time.
+            held = [(name, v) for name, v in _state(self._module) if not is_iterator(v)]
+            self._ends.append({name: copy_of(value) for name, value in held})
             # The whole and the first part begin alike. What differs at their ends depends on the
             # samples, and stays from then on as the step leaves it.
             if len(self._ends) == 2:
@@ -145,6 +155,27 @@ class StateOfParts:
                 both = one.keys() & other.keys()
                 self._changed |= one.keys() ^ other.keys()
                 self._changed |= {name for name in both if not is_equal(one[name], other[name])}
+
+
+class _Recorded:
+    """An iterator that remembers what it has given.
+
+    Args:
+        source: Gives the items.
+
+    Attributes:
+        given: The items that were taken.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source, self.given = source, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.given.append(next(self.source))
+        return self.given[-1]
 
 
 def _hooks(module: nn.Module) -> list[dict[Any, Any]]:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
-from lightning_par.observe.contents import copy_of, LEFT_ALONE
+from lightning_par.observe.contents import copy_of, LEFT_ALONE, restore_of
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -195,10 +195,12 @@ def hyperparameters(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
-    """Surrounds a trial of the step; what it sets in optimizers, schedulers and the Trainer is put
-    back.
+    """Surrounds a trial of the step; what it sets in optimizers, schedulers, callbacks and the
+    Trainer is put back.
     """
     trainer = _trainer_of(module)
+    seen = {id(part) for part in module.modules()}
+    restores = [restore_of(each, seen) for each in (trainer.callbacks if trainer else [])]  # type: ignore[attr-defined]
     groups = [(group, dict(group)) for group in _groups_of(trainer).values()]
     held = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer else []
     found = {id(s): s for s in (*held, *vars(module).values()) if isinstance(s, LRScheduler)}
@@ -210,6 +212,8 @@ def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
             group.update({n: v for n, v in before.items() if isinstance(v, _HYPERPARAMETERS)})
         for scheduler, state in states:
             scheduler.load_state_dict(state)
+        for restore in restores:
+            restore()
 
 
 def _trainer_of(module: nn.Module) -> pl.Trainer | None:
@@ -217,11 +221,14 @@ def _trainer_of(module: nn.Module) -> pl.Trainer | None:
 
 
 def _groups_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
-    """Return the parameter groups of the optimizers of a run, and the attributes of its Trainer, of
-    which a step may set `should_stop`; by their names.
+    """Return the parameter groups of the optimizers of a run, and the attributes of its Trainer and
+    loops, of which a step may set `should_stop` and `max_epochs`; by their names.
     """
-    own = {} if trainer is None else {"trainer": vars(trainer)}
-    return own | {
+    own = {}
+    if trainer is not None:
+        loop = trainer.fit_loop
+        own = {"trainer": trainer, "fit_loop": loop, "epoch_loop": loop.epoch_loop}
+    return {name: vars(each) for name, each in own.items()} | {
         f"optimizers[{number}].param_groups[{at}]": group
         for number, optimizer in enumerate(trainer.optimizers if trainer else ())
         for at, group in enumerate(optimizer.param_groups)
@@ -253,7 +260,8 @@ def _change(before: _Held | None, value: Any) -> Any:
     """Return what has changed in a value, if that can be sent."""
     # The same object: what has changed is inside of it. Another one is sent whole.
     if before is not None and before.value is value:
-        if isinstance(value, dict) or _is_object(value):
+        # A list of a user's class may have attributes, too, of which nothing is kept.
+        if not isinstance(value, list | deque | set) and _is_open(value):
             if before.content is None:
                 return None
             now = value if isinstance(value, dict) else vars(value)

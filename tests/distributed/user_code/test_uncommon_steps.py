@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -57,6 +58,30 @@ def a_generator_that_the_module_keeps() -> Any:
         def loss(self, x: Tensor, y: Tensor) -> Tensor:
             scale = torch.rand(len(x), 1, generator=self.generator, dtype=x.dtype)
             return F.mse_loss(self.net(x * scale.to(x.device)), x[:, :4])
+
+    return Module(), vectors()
+
+
+class Count(Callback):
+    steps = 0
+
+
+@CASES.add(equal="tp2 zero1", trainer=lambda: {"callbacks": [Count()]})
+def a_step_that_leaves_marks_around_the_module() -> Any:
+    """In a generator, hyperparameters, and a callback: those of a look are put back."""
+
+    class Module(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"steps": 0})
+            self.scales = (0.5**n for n in range(100))
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            self.hparams["steps"] += 1
+            count: Any = next(c for c in self.trainer.callbacks if isinstance(c, Count))
+            count.steps += 1
+            steps = self.hparams["steps"] + count.steps
+            return steps * next(self.scales) * super().loss(x, y)
 
     return Module(), vectors()
 

@@ -2,11 +2,13 @@
 
 import gzip
 import io
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, IO
 
 import pytest
+from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
 from lightning_par.observe.isolate import untouched
@@ -123,3 +125,27 @@ def test_a_file_that_is_only_read_keeps_its_place(tmp_path: Path) -> None:
         with untouched(module):
             module.file.readline()
         assert module.file.read() == "two\nthree\n"
+
+
+class Samples(list[int]):
+    """A list that counts, as a data set of a user's class does."""
+
+    reads = 0
+
+
+def test_containers_and_iterators_give_afterwards_what_they_gave_before() -> None:
+    module: Any = nn.Module()
+    module.samples, module.order = Samples([1, 2]), OrderedDict(a=1)
+    module.options, module.numbers = AttributeDict(steps=3), (n for n in range(4))
+    assert next(module.numbers) == 0
+    for _ in range(2):
+        with untouched(module):
+            module.samples.append(3)
+            module.samples.reads += 1
+            module.order.move_to_end("a")
+            module.order["b"] = 2
+            module.options["steps"] += 1
+            assert [next(module.numbers), next(module.numbers)] == [1, 2]
+    assert (module.samples, module.samples.reads) == ([1, 2], 0)
+    assert (module.order, module.options) == (OrderedDict(a=1), {"steps": 3})
+    assert list(module.numbers) == [1, 2, 3]
