@@ -156,7 +156,10 @@ class Cases:
         wanted = _one_process(self._file, case)
         tolerance = self.cases[case].tolerance
         for result in results:
-            torch.testing.assert_close(result["losses"], wanted["losses"], rtol=0, atol=tolerance)
+            # Of a model in float32 the losses are rounded.
+            rounded = torch.tensor(wanted["losses"]).tolist() == wanted["losses"]
+            allowed = max(tolerance, 1e-6 * rounded)
+            torch.testing.assert_close(result["losses"], wanted["losses"], rtol=0, atol=allowed)
         weights = results[0]["weights"]
         assert set(weights) == set(wanted["weights"])
         for name, weight in weights.items():

@@ -23,10 +23,10 @@ from lightning_par.mesh import ParallelMesh
 __all__ = ["SkippedSteps", "gives_none_alone", "may_skip"]
 
 _CURE = (
-    "To skip a batch because of its data, remove its samples from the data set (a collate_fn has "
-    "to return a batch on every replica). To skip a batch because of its loss, log the loss with "
-    "sync_dist=True, read it from trainer.callback_metrics in on_before_optimizer_step, and set "
-    "every p.grad = None there."
+    "To skip a batch because of its data, remove its samples from the data set (a collate_fn must "
+    "return a batch on every replica). To skip it because of its loss, log the loss with "
+    "sync_dist=True, and set every p.grad = None in on_before_optimizer_step, by "
+    "trainer.callback_metrics."
 )
 
 
@@ -82,10 +82,9 @@ class SkippedSteps:
         raise ConfigurationError(
             "LP318",
             f"{type(self._module).__name__}.training_step returned no loss on {where}, but "
-            "returned one on other ranks. One process skips the whole global batch or no part of "
-            "it. Let all replicas decide together before the model is called: `if "
-            f"self.all_gather(flag).any(): return None`. {_CURE} No weight was changed in this "
-            "step.",
+            "returned one on other ranks; one process skips a whole batch. Let all replicas "
+            "decide together before the model is called: `if self.all_gather(flag).any(): return "
+            f"None`. {_CURE} No weight was changed in this step.",
         )
 
 

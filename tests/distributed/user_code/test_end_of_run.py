@@ -69,7 +69,7 @@ def hard_samples_after_the_run_has_ended() -> Any:
 
 @CASES.add(
     equal="pp2_one_microbatch",
-    refused={"pp2 zero1": "is the mean over the samples, but in step 3, .*, the sum over the"},
+    refused={"pp2 zero1": "is the mean over the samples, but in step 3, .* it is the sum over the"},
 )
 def a_sum_from_the_third_step_on() -> Any:
     return later(lambda module, logits, each: each.sum() / 8)
