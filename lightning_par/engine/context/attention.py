@@ -157,8 +157,8 @@ class _Interception(TorchFunctionMode):
             raise ConfigurationError(
                 "LP305",
                 f"dropout_p={dropout_p} of attention weights is not supported with "
-                f"context_parallel_size={ranks}: the backward would need the same random numbers "
-                "for every pair of tokens. Set the dropout of attention to 0.",
+                f"context_parallel_size={ranks}: the backward would have to drop the same pairs "
+                "of tokens as the forward. Set the dropout of attention to 0.",
             )
         visible = None
         if attn_mask is not None:

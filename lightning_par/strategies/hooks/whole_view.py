@@ -305,8 +305,7 @@ class WholeView(TorchFunctionMode):
         said = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
         raise ConfigurationError(
             "LP415",
-            f"{self._hook}: the ranks do not make the same calls that need all ranks ({said}). "
-            f"{_CURE}",
+            f"{self._hook}: ranks wait for each other in different calls ({said}). {_CURE}",
         )
 
     def _gradient(self, parameter: Tensor) -> Any:

@@ -275,8 +275,8 @@ class MeshProcesses:
         if self._mesh is None:
             raise MeshError(
                 "LP104",
-                "strategy.mesh was read before the Trainer had set up its processes, which makes "
-                "the mesh. Read strategy.mesh in setup or a later hook.",
+                "strategy.mesh was read before the Trainer had set up its processes and made the "
+                "mesh. Read strategy.mesh in setup or a later hook.",
             )
         return self._mesh
 

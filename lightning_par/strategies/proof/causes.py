@@ -117,8 +117,8 @@ def explain(difference: Difference, found: Findings) -> str:
         *(f"Seen: {fact}" for fact in _facts(difference, found)),
         *(f"To try: {text}" for text in tries),
         "The run ends after this step, and no checkpoint of it was saved. To train in spite of "
-        "the difference, use verify=False. To find the cause, run `lightning-par verify`, which "
-        "compares more steps, in float64 and block by block.",
+        "the difference, use verify=False. The command `lightning-par verify` compares "
+        "more steps, in float64 and block by block.",
     ]
     return "\n".join(lines)
 
@@ -150,9 +150,9 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
         cures += ["data_parallel_size=1"] * (sizes.data > 1)
         yield (
-            f"{' and '.join(cures)}. If the difference is gone with that, the loss is not a mean "
-            "over the samples or labels of the batch. Declare over what the loss is a mean "
-            "(BatchLayout(labels=...) or BatchLayout(loss_weight=...)). Keep "
+            f"{' and '.join(cures)}. If the difference is gone with that, the parts of a batch "
+            "are not weighted in the loss as on one process. Declare over what the loss is a mean: "
+            "BatchLayout(labels=...) or BatchLayout(loss_weight=...). Keep "
             f"{' and '.join(cures)} if the loss compares samples with each other, if a batch "
             "entry has no batch dim, or if blocks store values in attributes or hooks."
         )

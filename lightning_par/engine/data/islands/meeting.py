@@ -177,7 +177,11 @@ class Meeting:
         if self._outer is None:
             self._outer = outer
         here, there = self._outer.agreement(), outer.agreement()
-        differ = [f"{n}={v!r}, {here[n]!r} on the server" for n, v in there.items() if here[n] != v]
+        differ = [
+            f"{n}={v!r} here, {n}={here[n]!r} on the server"
+            for n, v in there.items()
+            if here[n] != v
+        ]
         if differ:
             raise RefusalError("all islands need the same options: " + "; ".join(differ) + ".")
         held = self._weights

@@ -289,7 +289,7 @@ def test_island_of_another_run_is_refused_with_the_difference() -> None:
     with serving() as server:
         first = Island(server.port, 0, lock_step(), start())
         first.join()
-        said = "every=3, 50 on the server; quantize='none', 'int8' on the server"
+        said = "every=3 here, every=50 on the server; quantize='none' here, quantize='int8' on the"
         with pytest.raises(IslandError, match=said):
             Island(server.port, 1, lock_step(every=3, quantize="none"), start()).join()
         with pytest.raises(
