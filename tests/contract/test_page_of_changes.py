@@ -106,6 +106,8 @@ PROOFS: dict[str, str] = {
     "a learning rate, or another hyperparameter, that `training_step` sets": """
         uncommon_steps::a_rate_that_the_step_sets_by_its_number
         uncommon_steps::a_rate_that_the_step_sets_by_its_loss""",
+    "`trainer.should_stop` or `trainer.fit_loop.max_epochs` that `training_step` sets": """
+        uncommon_steps::a_stop_that_the_step_asks_for""",
     "layers that `training_step` leaves out at random, as with LayerDrop": """
         inferred_plans::layers_left_out_at_random""",
     "parametrizations, such as spectral norm": """
@@ -132,8 +134,10 @@ PROOFS: dict[str, str] = {
     "a step that does not run on parts of a batch, such as `topk` over its samples": """
         side_effects::a_count_of_samples_in_the_batch
         uncommon_steps::the_hardest_samples_of_a_batch""",
-    "a loss that depends on a count of steps that the step itself keeps": """
-        side_effects::state_that_every_step_moves_on""",
+    "a loss that depends on a count of steps that the step itself keeps, also in `self.hparams` or "
+    "a callback, or on the next item of an iterator": """
+        side_effects::state_that_every_step_moves_on
+        uncommon_steps::a_step_that_leaves_marks_around_the_module""",
     "a state that the step keeps of its samples in an attribute and reads in the next step": """
         uncommon_steps::a_state_that_the_first_stage_reads_and_the_last_one_leaves""",
     "a loss whose formula changes after some steps: a term that begins later, `topk` after a "
