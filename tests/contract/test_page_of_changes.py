@@ -107,7 +107,8 @@ PROOFS: dict[str, str] = {
         uncommon_steps::a_rate_that_the_step_sets_by_its_number
         uncommon_steps::a_rate_that_the_step_sets_by_its_loss""",
     "`trainer.should_stop` or `trainer.fit_loop.max_epochs` that `training_step` sets": """
-        uncommon_steps::a_stop_that_the_step_asks_for""",
+        uncommon_steps::a_stop_that_the_step_asks_for
+        uncommon_steps::an_end_that_the_step_brings_forward""",
     "layers that `training_step` leaves out at random, as with LayerDrop": """
         inferred_plans::layers_left_out_at_random""",
     "parametrizations, such as spectral norm": """

@@ -62,6 +62,18 @@ def a_generator_that_the_module_keeps() -> Any:
     return Module(), vectors()
 
 
+@CASES.add(equal="tp2 pp2", trainer={"max_steps": -1, "max_epochs": 3})
+def an_end_that_the_step_brings_forward() -> Any:
+    class Module(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.global_step >= 2:
+                self.trainer.fit_loop.max_epochs = 1
+            return loss
+
+    return Module(), vectors()
+
+
 class Count(Callback):
     steps = 0
 
