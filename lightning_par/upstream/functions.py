@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
@@ -61,7 +60,6 @@ def copied_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-@cache
 def with_visible_calls(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function of torch, whose calls of other functions a mode sees.
 
@@ -72,6 +70,7 @@ def with_visible_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         function: A function written in Python that asks `has_torch_function` and its variants.
     """
     inner = cast(FunctionType, inspect.unwrap(function))
+    # Made anew for each call, as another tool may replace a name of the module for a while.
     asked = {name: _has_none for name in inner.__globals__ if name.startswith("has_torch_function")}
     scope = {**inner.__globals__, **asked}
     made = FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__)
