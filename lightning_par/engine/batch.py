@@ -398,7 +398,7 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
             "LP302",
             f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
             f"its shape is {shape}{' (it is None)' * (entry is None)}. Correct sequence_dims= in "
-            "BatchLayout, or leave out entries that some batches lack.",
+            "BatchLayout, and do not list entries there that some batches do not have.",
         )
     return int(shape[dim])
 

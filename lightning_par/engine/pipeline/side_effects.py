@@ -106,9 +106,9 @@ def _text(fqn: str, owner: str, name: str) -> str:
     if name.startswith(_HOOK):
         what = f"a forward hook of {owner} stores values in a list or dict"
         cure = (
-            "If the hooked module is inside the block, declare ParallelPlan(captured={name: "
-            "entry}), where name is the name of this module relative to the block and entry is "
-            "the index of the value in its output. Otherwise let the block return the value"
+            "If the hook is on a module inside of a block, declare ParallelPlan(captured={name: "
+            "entry}), where name is the name of that module in the block and entry is the index "
+            "of the value in the output of the module. Otherwise let the block return the value"
         )
     else:
         what = (

@@ -261,7 +261,9 @@ class _Walk:
             return []
         circle = "; ".join(blocked)
         cure = "Move the actions on which others wait to an earlier place in the row of their rank."
-        return [f"the pipeline schedule {self._schedule.name} ends in a deadlock: {circle}. {cure}"]
+        return [
+            f"the pipeline schedule {self._schedule.name!r} ends in a deadlock: {circle}. {cure}"
+        ]
 
     def _step(self, rank: int) -> bool:
         """Run the next action of `rank`, if it has its inputs; return whether it had."""

@@ -342,9 +342,9 @@ class _AbsentTensor(Tensor):
             fqn = next(t._fqn for t in tree_leaves((args, kwargs)) if isinstance(t, _AbsentTensor))
             raise PipelineError(
                 "LP407",
-                f"{fqn} is on another pipeline stage than the code that uses it. Name its module "
-                "in ParallelPlan(replicated=...) to have it on every stage. Use parameters of a "
-                "block only in the forward of the block, or use pipeline_parallel_size=1.",
+                f"{fqn} is on another pipeline stage than the code that uses it. To have it on "
+                "every stage, name the module in ParallelPlan(replicated=...). If it is in a "
+                "block, use it only in the forward of the block. Or use pipeline_parallel_size=1.",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 

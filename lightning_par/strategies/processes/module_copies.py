@@ -59,9 +59,9 @@ def explain_copy(error: BaseException, copy: tuple[str, str]) -> ConfigurationEr
     return ConfigurationError(
         "LP412",
         f"a hook that runs after the step raised {type(error).__name__}: {error}.\nWhy: the hook "
-        f"goes through {one!r} and its copy {other!r} in parallel, for example to average "
-        "weights, but each rank of a pipeline holds only the parameters of its own stage, so the "
-        "two do not have the same names.\nWhat to write: use Lightning's callback "
+        f"loops over {one!r} and its copy {other!r} together, for example to average weights. "
+        "Each rank of a pipeline holds only the parameters of its own stage, so the names of the "
+        "parameters of the two differ.\nWhat to write: use Lightning's callback "
         "EMAWeightAveraging or WeightAveraging, which works on every rank, or use "
         "pipeline_parallel_size=1.",
     )

@@ -151,8 +151,8 @@ def _of_rank(
     losses = [pair for pair in _seen(here) if pair[0] == _LOSS]
     for name, value, counted in _differing(losses, _seen(other), again):
         return (
-            f"{name}={value:.6g} from the rank of the process ({asked}). On rank {mesh.rank} of "
-            f"{mesh.sizes} the loss is {value:.6g}; with rank {place} it would be {counted:.6g}"
+            f"{name} from the rank of the process ({asked}): on {mesh.sizes}, the loss of rank "
+            f"{mesh.rank} is {value:.6g}, and with rank {place} it would be {counted:.6g}"
         )
     return ""
 

@@ -202,7 +202,8 @@ class CountedBuffers:
         cure = "or use num_microbatches=1; " if divides and alone else ""
         raise ConfigurationError(
             "LP325",
-            f"training_step changes the buffer {names[0]}{more} from its samples.\n"
+            f"training_step changes the buffer {names[0]}{more} from its samples in a way that "
+            "the mesh cannot compute.\n"
             f"Why: on {self._mesh.sizes} each {part} computes the buffer from its own "
             "samples or tokens, and these values cannot be combined into the value of one "
             "process.\nWhat to write:\n  - Add the values of the samples to the buffer "

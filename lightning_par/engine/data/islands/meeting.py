@@ -177,13 +177,10 @@ class Meeting:
         if self._outer is None:
             self._outer = outer
         here, there = self._outer.agreement(), outer.agreement()
-        differ = [
-            f"{n}={v!r} here, {n}={here[n]!r} on the server"
-            for n, v in there.items()
-            if here[n] != v
-        ]
+        unlike = [n for n, value in there.items() if here[n] != value]
+        differ = [f"{n}={there[n]!r} here, {n}={here[n]!r} on the server" for n in unlike]
         if differ:
-            raise RefusalError("all islands need the same options: " + "; ".join(differ) + ".")
+            raise RefusalError(f"all islands need the same options: {'; '.join(differ)}.")
         held = self._weights
         for region in hello.regions if held is not None else ():
             assert held is not None

@@ -165,8 +165,8 @@ def test_every_problem_is_listed_in_one_message():
 def test_a_deadlock_names_the_blocked_action_of_each_rank_and_what_it_waits_for():
     circle = make_schedule("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", m=2)
     text = (
-        "the pipeline schedule mine ends in a deadlock: rank 0 cannot run 0B0 before 1B0 has run; "
-        "rank 1 cannot run 1F1 before 0F1 has run. "
+        "the pipeline schedule 'mine' ends in a deadlock: "
+        "rank 0 cannot run 0B0 before 1B0 has run; rank 1 cannot run 1F1 before 0F1 has run. "
         "Move the actions on which others wait to an earlier place in the row of their rank."
     )
     for check in (validate_schedule, simulate):
