@@ -44,7 +44,7 @@ def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP415", r"same calls .*Call a forward on every rank, outside of `if trainer\.is_global_"
+    "LP415", r"different calls .*Call a forward on every rank, outside of `if trainer\.is_global_"
 )
 def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):
@@ -57,7 +57,7 @@ def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP415", r"same calls .*compute arrays on every rank \(p\.detach\(\)")
+@CURES.add("LP415", r"different calls .*compute arrays on every rank \(p\.detach\(\)")
 def arrays_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -125,7 +125,7 @@ def numbers_of_numpy_for_every_sample() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2_whole_sequence", refused={"pp2 zero3": "mixes samples"})
+@CASES.add(equal="tp2_whole_sequence", refused={"pp2 zero3": "to shuffle the samples of a batch"})
 def mixing_of_samples() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:

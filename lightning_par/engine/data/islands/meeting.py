@@ -177,9 +177,8 @@ class Meeting:
         if self._outer is None:
             self._outer = outer
         here, there = self._outer.agreement(), outer.agreement()
-        unlike = [n for n, value in there.items() if here[n] != value]
-        differ = [f"{n}={there[n]!r} here, {n}={here[n]!r} on the server" for n in unlike]
-        if differ:
+        if unlike := [n for n, value in there.items() if here[n] != value]:
+            differ = [f"{n}={there[n]!r} here, {n}={here[n]!r} on the server" for n in unlike]
             raise RefusalError(f"all islands need the same options: {'; '.join(differ)}.")
         held = self._weights
         for region in hello.regions if held is not None else ():
