@@ -339,7 +339,7 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     words = ("--config", config, "--device", "h1000")
     status, _, said = command(monkeypatch, capsys, "search", *words)
     assert status == 1
-    assert "device 'h1000' has no profile; did you mean 'h100'?" in said
+    assert "there is no profile of the device 'h1000'; did you mean 'h100'?" in said
     own = config.with_name("own.yaml")
     own.write_text(TINY[: TINY.index("data:")] + "data: null\n")
     status, _, said = command(monkeypatch, capsys, "search", "--config", own)

@@ -345,7 +345,7 @@ def a_term_that_begins_later() -> Any:
 
 @CASES.add(
     equal="pp2_one_microbatch",
-    refused={"pp2 zero3": "(?s)neither the mean.*calls topk.*use (num|data).*changed in step 2"},
+    refused={"pp2 zero3": "(?s)neither the mean.*calls topk.*Use (num|data).*changed in step 2"},
 )
 def hard_samples_from_the_third_step_on() -> Any:
     return later(lambda losses: losses.topk(len(losses) // 2 or 1).values.mean())
@@ -353,7 +353,7 @@ def hard_samples_from_the_third_step_on() -> Any:
 
 @CASES.add(
     equal="pp2_one_microbatch",
-    refused={"pp2 zero1": "in step 2.*was the mean over the samples, now it is the sum"},
+    refused={"pp2 zero1": "in step 2.*was the mean over the samples; now it is the sum"},
 )
 def a_sum_from_the_third_step_on() -> Any:
     return later(lambda losses: losses.sum() / 8)
