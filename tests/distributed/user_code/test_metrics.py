@@ -201,7 +201,7 @@ def test_a_step_logs_the_metric_of_the_whole_batch(layout: str) -> None:
             assert one == pytest.approx(other, rel=1e-6)
         assert not left
         # The entries of self.all are the losses of micro-batches; one rank says so.
-        named = {text.split(" with ")[0] for text in told}
+        named = {text.split(" once ")[0] for text in told}
         is_told = layout == "pp2" and told is results[0][2]
         assert named == ({"training_step updates the metrics self.all"} if is_told else set())
 
