@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_par.observe.contents import is_container, is_foreign, names_in, restore_of
 
-__all__ = ["outside_kept", "outside_state"]
+__all__ = ["is_of_user", "outside_kept", "outside_state"]
 
 _OF_THE_RUN = (
     nn.Module,
@@ -93,7 +93,7 @@ class _References:
     def add_class(self, kind: type) -> None:
         """Add the attributes and methods of a class and of those that it is derived from."""
         for base in kind.__mro__:
-            if id(base) in self._seen or not _is_of_user(base.__module__):
+            if id(base) in self._seen or not is_of_user(base.__module__):
                 continue
             # Before its attributes, which may name the class again.
             self._seen.add(id(base))
@@ -111,7 +111,7 @@ class _References:
                 self.add_function(inner)
         if not isinstance(value, FunctionType) or id(value) in self._seen:
             return
-        if not _is_of_user(value.__module__):
+        if not is_of_user(value.__module__):
             return
         self._seen.add(id(value))
         names = names_in(value)
@@ -131,7 +131,7 @@ class _References:
                 self._add(value)
                 # `helpers.count += 1`: the name is an attribute of a module of the user's. With
                 # all names of the function, as bytecode does not say which belong to which.
-                if isinstance(value, ModuleType) and _is_of_user(value.__name__):
+                if isinstance(value, ModuleType) and is_of_user(value.__name__):
                     self._add_names(vars(value), names)
 
     def _add_cell(self, cell: CellType) -> None:
@@ -163,12 +163,12 @@ def _is_of_a_package(value: Any) -> bool:
     have threads of its own.
     """
     kept = isinstance(value, Tensor | SimpleNamespace | Namespace) or is_container(value)
-    return not kept and hasattr(value, "__dict__") and not _is_of_user(type(value).__module__)
+    return not kept and hasattr(value, "__dict__") and not is_of_user(type(value).__module__)
 
 
 # Asked for every value; reading `__file__` is what costs.
 @cache
-def _is_of_user(module_name: str | None) -> bool:
+def is_of_user(module_name: str | None) -> bool:
     """Whether a module is no part of Python or of a package that was installed."""
     module = sys.modules.get(module_name or "")
     if module is None or module_name == "__main__":

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
 from lightning_par.observe.contents import copy_of, LEFT_ALONE, restore_of
+from lightning_par.observe.outside import is_of_user
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -200,11 +201,13 @@ def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
     """
     trainer = _trainer_of(module)
     seen = {id(part) for part in module.modules()}
-    restores = [restore_of(each, seen) for each in (trainer.callbacks if trainer else [])]  # type: ignore[attr-defined]
+    found: list[Any] = trainer.callbacks if trainer else []  # type: ignore[attr-defined]
+    # Those of packages may have threads of their own.
+    restores = [restore_of(each, seen) for each in found if is_of_user(type(each).__module__)]
     groups = [(group, dict(group)) for group in _groups_of(trainer).values()]
     held = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer else []
-    found = {id(s): s for s in (*held, *vars(module).values()) if isinstance(s, LRScheduler)}
-    states = [(s, {n: copy_of(v) for n, v in s.state_dict().items()}) for s in found.values()]
+    schedules = {id(s): s for s in (*held, *vars(module).values()) if isinstance(s, LRScheduler)}
+    states = [(s, {n: copy_of(v) for n, v in s.state_dict().items()}) for s in schedules.values()]
     try:
         yield
     finally:
