@@ -93,7 +93,7 @@ def test_a_model_without_experts_is_refused() -> None:
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     load = {"layer 0": [[1.0, 2.0]]}
-    with pytest.raises(ConfigurationError, match=r"a\.gif'.*one of \.pdf, \.png, \.svg"):
+    with pytest.raises(ConfigurationError, match=r"a\.gif'.*of the suffixes \.pdf, \.png, \.svg"):
         draw_expert_load(load, [1], tmp_path / "a.gif", title="t")
     with pytest.raises(
         ConfigurationError,

@@ -190,9 +190,7 @@ def in_a_step() -> Any:
 
 
 @CASES.add(
-    refused={
-        "tp2": r"in different calls .*rank 0: strategy\.whole\(on='every'\) at test_whole"
-    }
+    refused={"tp2": r"in different calls .*rank 0: strategy\.whole\(on='every'\) at test_whole"}
 )
 def on_one_rank_alone() -> Any:
     def look(module: Any) -> None:
