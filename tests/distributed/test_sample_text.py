@@ -160,5 +160,5 @@ def test_a_module_that_does_not_generate_is_refused_at_the_start() -> None:
 
 def test_an_empty_prompt_is_refused_at_the_start() -> None:
     trainer = quiet_trainer(devices=1, max_steps=1, callbacks=[SampleText([[]])])
-    with pytest.raises(ConfigurationError, match="no token"):
+    with pytest.raises(ConfigurationError, match="a prompt without tokens"):
         trainer.fit(Module(), DataLoader([0]), DataLoader([0]))

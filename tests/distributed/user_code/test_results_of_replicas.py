@@ -150,9 +150,9 @@ def _warned(rank: int, world: int, is_manual: bool) -> list[str]:
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_what_is_of_one_replica_is_named(is_manual: bool) -> None:
     told, others = run_ranks(_warned, 2, is_manual, timeout=180)
-    (own,) = [text for text in told if "its own samples" in text]
+    (own,) = [text for text in told if "samples of this replica" in text]
     assert "training_step()['rows']" in own
     assert "'other'" not in own
     assert ("'loss'" in own) == ("'power'" in own) == is_manual
-    assert any("['power'] is not known" in text for text in told) == (not is_manual)
-    assert not [text for text in others if "its own samples" in text]
+    assert any("['power'] for each micro-batch" in text for text in told) == (not is_manual)
+    assert not [text for text in others if "samples of this replica" in text]
