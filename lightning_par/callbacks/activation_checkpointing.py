@@ -131,7 +131,8 @@ def _selection_problems(mode: Any, operations: Any, parts: Any, per_stage: Any) 
     problems = []
     if operations is not None and parts is not None:
         problems.append(
-            "operations= and parts= both select what is recomputed. Pass only one of them."
+            "operations= (whose outputs are kept) and parts= (which are recomputed) cannot be used "
+            "together. Pass only one of them."
         )
     if isinstance(operations, str):
         problems.append(f"operations={operations!r} must be a list, as in [{operations!r}].")

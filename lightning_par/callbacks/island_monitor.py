@@ -64,8 +64,8 @@ class IslandMonitor(Callback):
             raise ConfigurationError(
                 "LP917",
                 "the callback IslandMonitor needs a strategy with islands, but "
-                f"{type(strategy).__name__} has no outer=. Pass outer= to the strategy, use "
-                "strategy='islands', or remove the callback.",
+                f"{type(strategy).__name__} trains no islands. Use strategy='islands', pass outer= "
+                "to a strategy of lightning_par, or remove the callback.",
             )
         self.exchanges, self._logged = strategy.islands.exchanges, 0
 

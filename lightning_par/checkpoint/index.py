@@ -205,9 +205,9 @@ class Index:
                     boxes = [(c.offset, c.shape) for c in entry.chunks]
                     raise CheckpointError(
                         "LP502",
-                        f"the index of the checkpoint is damaged: {name} ({kind}) has the shape "
-                        f"{entry.shape}, but its stored parts, given by offset and shape, "
-                        f"{boxes}, do not cover it exactly once. Use another checkpoint.",
+                        f"the index is not valid: {name} ({kind}) has the shape {entry.shape}, "
+                        f"but its parts, given by offset and shape, {boxes}, do not cover it "
+                        "exactly once.",
                     )
 
 

@@ -223,10 +223,11 @@ class Decoder:
         if kind == "path":
             return Path(text)
         # Also for a dtype that this torch has not: it may come from a newer one.
+        newer = "torch" if kind == "dtype" else "lightning_par"
         raise CheckpointError(
             "LP503",
-            f"{where} has the type {kind!r}, which this version of lightning_par does not know. "
-            "Install a newer lightning_par.",
+            f"{where} has the type {kind!r} and a value that the installed {newer} does not know. "
+            f"Install a newer {newer}.",
         )
 
     def _load_pickle(self, value: dict[str, Any], where: str) -> Any:

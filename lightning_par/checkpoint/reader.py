@@ -185,7 +185,8 @@ class CheckpointReader:
         if problems:
             raise CheckpointError(
                 "LP502",
-                f"the checkpoint {self.path} is damaged: {problems[0]}. Use another checkpoint.",
+                f"the checkpoint {self.path} cannot be used: {problems[0]}. Use another "
+                "checkpoint.",
             )
 
     def _read_json(self, name: str) -> dict[str, Any]:

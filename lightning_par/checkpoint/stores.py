@@ -125,7 +125,7 @@ class FolderStore(Store):
         problem = self.problem(INDEX)
         if problem is not None:
             raise CheckpointError(
-                "LP502", f"the checkpoint {path} is damaged: {problem}. Use another checkpoint."
+                "LP502", f"the checkpoint {path} cannot be used: {problem}. Use another checkpoint."
             )
         with well_formed(f"{path}: {INDEX}"):
             self.index = Index.from_json(json.loads(self.read(INDEX)))
@@ -211,8 +211,8 @@ class FileStore(Store):
             if place < 0 or place % entry.dtype.itemsize or end > size or name not in files:
                 raise CheckpointError(
                     "LP502",
-                    f"the checkpoint {self._path} is damaged: its {MANIFEST} gives {name} a "
-                    "position outside of the file. Use another checkpoint.",
+                    f"the checkpoint {self._path} is damaged: its {MANIFEST} gives {name} no "
+                    "valid position in the file. Use another checkpoint.",
                 )
         for name, record in files.items():
             end = places.get(name, -1) + record.length
@@ -220,8 +220,8 @@ class FileStore(Store):
             if name not in self._boxes and not 0 <= record.length <= end <= size:
                 raise CheckpointError(
                     "LP502",
-                    f"the checkpoint {self._path} is damaged: its {MANIFEST} gives {name} a "
-                    "position outside of the file. Use another checkpoint.",
+                    f"the checkpoint {self._path} is damaged: its {MANIFEST} gives {name} no "
+                    "valid position in the file. Use another checkpoint.",
                 )
 
     def _parts(self, name: str) -> Iterator[memoryview]:

@@ -98,7 +98,7 @@ def find_batch_dims(
             return BatchDims()
         size, unsure = next(iter(tensors.values())), _describe(tensors)
     if not declared and not seen and sizes and not given and size > max(sizes):
-        unsure = f"{_describe(extents, pairs=True)}, but batch_size={max(sizes)}"
+        unsure = f"{_describe(extents, pairs=True)}, but the loader gives {max(sizes)} samples"
     dims = dict(_cuts(batch, "", layout, size))
     others = tuple(p for p, n in tensors.items() if n != size and p not in dims)
     below = tuple(f"{path}." for path in dims)
@@ -398,7 +398,8 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
             "LP302",
             f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
             f"its shape is {shape}{' (it is None)' * (entry is None)}. Correct sequence_dims= in "
-            "BatchLayout, and do not list entries there that some batches do not have.",
+            "BatchLayout, and leave entries that some batches do not have out of labels= and "
+            "sequence_dims=.",
         )
     return int(shape[dim])
 

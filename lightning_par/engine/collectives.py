@@ -303,8 +303,9 @@ class _NoGradient(torch.autograd.Function):
             "it has no second derivative on this mesh. These operations are the cross-entropy of "
             "logits sharded over the vocabulary, the dispatch of tokens to experts of other "
             "ranks, attention on divided sequences, and reading a sharded parameter in the step. "
-            "Give the head the style 'colwise_gather_output', and use expert_parallel_size=1, "
-            "context_parallel_size=1 and a zero_stage below 3.",
+            "Depending on which of them the step uses, give the head the style "
+            "'colwise_gather_output', or use expert_parallel_size=1, context_parallel_size=1 or a "
+            "zero_stage below 3.",
         )
 
 

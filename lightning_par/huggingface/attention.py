@@ -173,7 +173,8 @@ def _check_packing(batch: Any) -> None:
     if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
         raise ConfigurationError(
             "LP305",
-            "position_ids of this batch start again at 0 inside a row, so the row holds several "
-            "documents. Context parallelism cannot divide such rows for models of Hugging Face. "
+            "position_ids of this batch do not always increase by 1 inside a row, so transformers "
+            "takes the row for several documents. Context parallelism cannot divide such rows for "
+            "models of Hugging Face. "
             "Use context_parallel_size=1, or put one document in each row.",
         )

@@ -49,9 +49,9 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         names = ", ".join([*missing, *(["max_length"] if length is None else [])])
         raise ConfigurationError(
             "LP907",
-            f"the configuration {type(config).__name__} has no {names}, so it does not describe a "
-            "transformer of equal blocks, whose time can be predicted. Pass a length, or use a "
-            "configuration with these fields.",
+            f"the configuration {type(config).__name__} has no {names}, which a prediction needs: it is "
+            "possible for transformers of equal blocks only. Use a configuration with these "
+            "fields; instead of max_length, a length can be passed.",
         )
     activation = _first(config, ("activation", "hidden_act")) or ""
     # transformers' gated models name SiLU; GPT-2 and BERT name GELU.

@@ -142,8 +142,8 @@ class ConstructionRecord:
             raise PlanError(
                 "LP209",
                 f"the initialization of the parameter {name} reads random values that a buffer of "
-                "the model keeps, too. Each rank initializes its own shards and cannot draw the "
-                "same values again. Draw separate random values for the parameter.",
+                "the model keeps, too. The parameter is drawn again after configure_model, which "
+                "gives other values than the buffer has. Draw the two separately.",
             )
 
     def _replay(

@@ -75,7 +75,7 @@ class Materializer:
                         "LP210",
                         f"the buffer {start}{key} was computed in configure_model from a "
                         "parameter, but parameters have no values there yet. Compute the buffer "
-                        "from other values, or copy the parameter in the first step.",
+                        "from other values.",
                     )
                 module._buffers[key] = buffer.to(self.device)
 

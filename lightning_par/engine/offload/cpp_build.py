@@ -130,14 +130,15 @@ def _run(command: list[str]) -> bytes:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise OffloadError(
             "LP601",
-            f"the C++ compiler {command[0]} could not be run: {error}. Install another one, or "
-            "use cpu_kernel='torch'.",
+            f"the C++ compiler {command[0]} could not be run: {error}. Repair it, put another "
+            "c++ first on the PATH, or use cpu_kernel='torch'.",
         ) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-1000:]
         raise OffloadError(
             "LP601",
             f"the C++ compiler {command[0]} failed with status {done.returncode}: "
-            f"{said or 'it printed nothing'}. Install another one, or use cpu_kernel='torch'.",
+            f"{said or 'it printed nothing'}. Repair it, put another c++ first on the PATH, or use "
+            "cpu_kernel='torch'.",
         )
     return done.stdout

@@ -134,7 +134,7 @@ def crossed_messages(schedule: Schedule) -> Iterator[str]:
                     f"schedule {schedule.name}: rank {source} sends the {kind} of stage {stage} "
                     f"and micro-batch {number}, but at this place rank {target} receives those of "
                     f"stage {stage_taken} and micro-batch {number_taken}. Use the same order of "
-                    "micro-batches on both ranks."
+                    "stages and micro-batches on both ranks."
                 )
                 break
 

@@ -73,8 +73,8 @@ def write_token_file(
                 raise ConfigurationError(
                     "LP910",
                     f"{path.name} has tokens from {tokens.min()} to {tokens.max()}, but they must "
-                    f"be from 0 to {limit - 1} (dtype={dtype}, vocab_size={vocab_size}). Use a "
-                    "larger dtype or vocab_size.",
+                    f"be from 0 to {limit - 1} (dtype={dtype}, vocab_size={vocab_size}). For "
+                    "larger tokens use a larger vocab_size, and a larger dtype if needed.",
                 )
             file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             count += tokens.size

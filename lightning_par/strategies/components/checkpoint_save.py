@@ -189,8 +189,7 @@ class CheckpointSave:
         """
         if not self._processes.interruption.ranks_are_together():
             _log.error(
-                "%s is not saved, since the other ranks were interrupted at a different place in "
-                "the run.",
+                "%s is not saved, since not all ranks stopped at the same place in the run.",
                 filepath,
             )
             return

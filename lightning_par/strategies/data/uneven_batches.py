@@ -146,13 +146,15 @@ def _tell_of_stream(batch: Any, sizes: ParallelSizes) -> None:
     )
     if any(len(of_replica) > 1 for of_replica in replicas.values()):
         rank_zero_warn(
-            "the ranks of one replica get different samples from an iterable data set. On "
+            "the ranks of one replica get different samples from a stream (an IterableDataset, or a "
+            "loader that is no torch DataLoader). On "
             f"{sizes} all ranks of a replica use the batches of its first rank, so the samples of "
             f"its other ranks are lost. {divide}"
         )
     elif sizes.data > 1 and len(set(checks)) == 1:
         rank_zero_warn(
-            f"all {sizes.data} replicas get the same samples from an iterable data set, so each "
+            f"all {sizes.data} replicas get the same samples from a stream (an IterableDataset, "
+            "or a loader that is no torch DataLoader), so each "
             f"sample is used {sizes.data} times. {divide}"
         )
 

@@ -60,8 +60,8 @@ def find_odd(judge: Judge, before: Sequence[Size]) -> str | None:
     start, rows = judge.given.start, _odd_rows(judge, number)
     return (
         f"{judge.step[0].upper()}{judge.step[1:]} (epoch {start.epoch}, batch "
-        f"{start.batch + number}): {what}. One process computes the same values, so the cause is "
-        f"the data of this batch and not the mesh or a device.{rows}"
+        f"{start.batch + number}): {what}. One process computes the same values, so the cause "
+        f"is not the mesh or a device. Look at the data of this batch.{rows}"
     )
 
 

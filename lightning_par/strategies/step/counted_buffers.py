@@ -208,7 +208,7 @@ class CountedBuffers:
             "samples or tokens, and these values cannot be combined into the value of one "
             "process.\nWhat to write:\n  - Add the values of the samples to the buffer "
             "(self.total += x.sum(); self.count += len(x)), since such sums are added over all "
-            f"ranks, and divide them in on_train_batch_end; {cure}use sequence_parallel=False if "
+            f"samples, and divide them in on_train_batch_end; {cure}use sequence_parallel=False if "
             "tensor parallelism divides the tokens.\n  - To accept the value of each rank's own "
             "samples, as DDP does, declare ParallelPlan(batch=BatchLayout(local_statistics=True))."
             "\nNo weight was changed.",

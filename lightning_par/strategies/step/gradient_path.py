@@ -453,8 +453,8 @@ class GradientPath:
             said.append(f"and {len(ranks) - _NAMED} more ranks")
         step = self._module.trainer.global_step
         return (
-            f"step {step}: the loss or a gradient is not finite (the norm of the gradients is "
-            f"{float(norm)}): {'; '.join(said)}."
+            f"step {step}: the norm of the loss and the gradients is {float(norm)}, which is not "
+            f"finite: {'; '.join(said)}."
         )
 
 

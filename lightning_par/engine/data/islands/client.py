@@ -409,7 +409,7 @@ class IslandClient:
                     raise IslandError(
                         "LP701",
                         f"island {self._place.island} could not reach its server at "
-                        f"{self._place.server} within {self._outer.timeout:g} s: {error}. Start "
+                        f"{self._place.server} (timeout={self._outer.timeout:g} s): {error}. Start "
                         "lightning-par serve there, open its port, and use the same key. Then "
                         "start the island again: it loads the server's weights.",
                     ) from error
