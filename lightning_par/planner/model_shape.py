@@ -49,8 +49,8 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         names = ", ".join([*missing, *(["max_length"] if length is None else [])])
         raise ConfigurationError(
             "LP907",
-            f"the configuration {type(config).__name__} has no {names}, which a prediction needs: it is "
-            "possible for transformers of equal blocks only. Use a configuration with these "
+            f"the configuration {type(config).__name__} has no {names}, which a prediction needs: "
+            "it is possible for transformers of equal blocks only. Use a configuration with these "
             "fields; instead of max_length, a length can be passed.",
         )
     activation = _first(config, ("activation", "hidden_act")) or ""

@@ -158,9 +158,9 @@ class Planner:
             raise MeshError(
                 "LP105",
                 f"no layout of {space.devices} devices can train this model with {space.samples} "
-                "samples a step: in none of them do the samples divide over the replicas, the heads "
-                "over the tensor-parallel ranks and the blocks over the stages. Use another number "
-                "of samples or of nodes.",
+                "samples a step: in none of them do the samples divide over the replicas, the "
+                "heads over the tensor-parallel ranks and the blocks over the stages. Use another "
+                "number of samples or of nodes.",
             )
         # Checked by memory first: it costs microseconds, and leaves few layouts to time.
         fitting = list(self._fitting(every))

@@ -168,7 +168,7 @@ def test_verify_needs_a_step(monkeypatch: Any, capsys: Any) -> None:
 
 def test_packed_rows_are_not_divided() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.raises(ConfigurationError, match="start again at 0 inside a row"):
+    with pytest.raises(ConfigurationError, match="do not always increase by 1 inside a row"):
         _check_packing({"position_ids": positions})
     _check_packing({"position_ids": positions, "attention_mask": torch.ones(1, 5)})
     _check_packing({"position_ids": torch.arange(5)[None] + 3})

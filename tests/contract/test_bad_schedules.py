@@ -33,7 +33,7 @@ DEADLOCK = "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n"
             PlanError,
             "4 entries of 1 or more whose sum is 4",
         ),
-        ({"schedule": CROSSED}, ScheduleError, "Use the same order of micro-batches"),
+        ({"schedule": CROSSED}, ScheduleError, "Use the same order of stages and micro-batches"),
         ({"schedule": DEADLOCK}, ScheduleError, "deadlock"),
         ({"schedule": "0F0 0B0\n"}, ScheduleError, "1 lines with actions.*2 pipeline ranks"),
         ({"schedule": "0F0 0B0\n1F0 1B0\n"}, ScheduleError, "Use num_microbatches=1 or less"),

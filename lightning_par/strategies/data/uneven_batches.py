@@ -146,10 +146,9 @@ def _tell_of_stream(batch: Any, sizes: ParallelSizes) -> None:
     )
     if any(len(of_replica) > 1 for of_replica in replicas.values()):
         rank_zero_warn(
-            "the ranks of one replica get different samples from a stream (an IterableDataset, or a "
-            "loader that is no torch DataLoader). On "
-            f"{sizes} all ranks of a replica use the batches of its first rank, so the samples of "
-            f"its other ranks are lost. {divide}"
+            "the ranks of one replica get different samples from a stream (an IterableDataset, or "
+            f"a loader that is no torch DataLoader). On {sizes} all ranks of a replica use the "
+            f"batches of its first rank, so the samples of its other ranks are lost. {divide}"
         )
     elif sizes.data > 1 and len(set(checks)) == 1:
         rank_zero_warn(

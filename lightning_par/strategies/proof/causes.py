@@ -416,10 +416,10 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
     elif kind in ("loss", "gradient"):
         by = f" by the factor {difference.factor:.4g}" if difference and difference.factor else ""
         yield (
-            f"the result of the strategy differs from that of the module{by}, and it is not the mean "
-            f"over the parts of the batch of its {found.replicas} replicas either. A tensor-parallel style uses a shard as if "
-            "it were the whole tensor, or omits or repeats a sum over ranks; or gradients are "
-            "summed where their mean is needed."
+            f"the result of the strategy differs from that of the module{by}, and it is not the "
+            f"mean over the parts of the batch of its {found.replicas} replicas either. A "
+            "tensor-parallel style uses a shard as if it were the whole tensor, or omits or "
+            "repeats a sum over ranks; or gradients are summed where their mean is needed."
         )
     elif kind == "handed" and found.clips:
         yield (
@@ -429,9 +429,9 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
     else:
         yield (
             "an optimizer or a hook that computes a norm or a sum over entries that several ranks "
-            "hold, of one weight or of all, or uses the number of ranks. Each rank holds only a part of the weights. Use an "
-            "optimizer that updates each entry from its own gradient and states, or gather whole "
-            "tensors first."
+            "hold, of one weight or of all, or uses the number of ranks. Each rank holds only a "
+            "part of the weights. Use an optimizer that updates each entry from its own gradient "
+            "and states, or gather whole tensors first."
         )
 
 

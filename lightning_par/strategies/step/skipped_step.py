@@ -82,8 +82,9 @@ class SkippedSteps:
         raise ConfigurationError(
             "LP318",
             f"{type(self._module).__name__}.training_step returned no loss on {where}, but "
-            "one process skips a whole batch. Let all replicas decide together before the model is called: `if self.all_gather(flag).any(): return "
-            f"None`. {_CURE} No weight was changed in this step.",
+            "one process skips a whole batch. Let all replicas decide together before the model is "
+            "called: `if self.all_gather(flag).any(): return None`. "
+            f"{_CURE} No weight was changed in this step.",
         )
 
 

@@ -202,7 +202,7 @@ def test_rows_that_give_no_number_are_the_data(layout: str, nonfinite: str) -> N
     for error, steps, _ in found:
         assert ("LP313" in error) == (nonfinite == "raise")
         assert steps == (_STEP if nonfinite == "raise" else 7)
-    told = [text for text in found[0][2] if "the cause is the data" in text]
+    told = [text for text in found[0][2] if "Look at the data of this batch" in text]
     assert len(told) == 1
     assert f"Step {_STEP} (epoch 0, batch {_STEP}): its loss is nan" in told[0]
     assert "Of the samples, rows 3, 6 are odd on their own" in told[0]
@@ -213,7 +213,7 @@ def test_a_row_that_is_far_out_is_the_data(layout: str) -> None:
     options = {"weights": {8 * 6 + 5: 1e4}, "verify": "every 2"}
     found = run_ranks(_train, 2, layout, timeout=120, **options)
     assert [(error, steps) for error, steps, _ in found] == [("", 7)] * 2
-    told = [text for text in found[0][2] if "the cause is the data" in text]
+    told = [text for text in found[0][2] if "Look at the data of this batch" in text]
     assert len(told) == 1
     assert "Step 6 (epoch 0, batch 6): its loss" in told[0]
     assert "Of the samples, row 5 is odd on their own" in told[0]

@@ -155,7 +155,7 @@ def a_term_of_the_last_activations(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP320",
-    "gradient of a gradient.*Give the head the style 'colwise_gather_output'",
+    "gradient of a gradient.*give the head the style 'colwise_gather_output'",
     "tp2_whole_sequence",
     styles={"net.head": "colwise_gather_output"},
 )

@@ -396,9 +396,7 @@ def _told_of_stream(rank: int, world: int, layout: str, way: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _stream(layout, way, 0)
-    return [
-        str(warning.message) for warning in caught if "an iterable data set" in str(warning.message)
-    ]
+    return [str(warning.message) for warning in caught if "from a stream" in str(warning.message)]
 
 
 @pytest.mark.parametrize(
