@@ -397,9 +397,8 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
         raise PlanError(
             "LP302",
             f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
-            f"its shape is {shape}{' (it is None)' * (entry is None)}. Correct sequence_dims= in "
-            "BatchLayout, and leave entries that some batches do not have out of labels= and "
-            "sequence_dims=.",
+            f"its shape is {shape}{' (it is None)' * (entry is None)}. In "
+            "BatchLayout correct this, and leave out entries that some batches lack.",
         )
     return int(shape[dim])
 

@@ -99,7 +99,7 @@ def test_one_bad_rank_is_refused_or_skipped_on_every_rank(layout: str) -> None:
         for kind in ("loss", "gradient"):
             said, same, steps = result[kind]
             assert said.startswith(
-                "step 1: the loss or a gradient is not finite (the norm of the gradients is nan)"
+                "step 1: the norm of the loss and the gradients is nan, which is not finite"
             ), said
             assert f"rank 1 ({axis} 1) has a {kind} of" in said
             assert "No weight was changed" in said

@@ -183,7 +183,7 @@ def _warned(rank: int, world: int) -> list[str]:
 
 def test_counts_that_nothing_tells_are_named() -> None:
     told = " ".join(run_ranks(_warned, 2, timeout=180)[0])
-    assert re.search(r"training_step\(\)\['count'\].* is not known .*num_microbatches=1", told)
+    assert re.search(r"training_step\(\)\['count'\].* is not known.*num_microbatches=1", told)
 
 
 class Leaving(Returning):
