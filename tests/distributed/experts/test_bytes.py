@@ -175,7 +175,7 @@ def refused(rank: int, world: int) -> str:
 
 def test_more_rows_than_a_part_holds_are_refused_with_their_number() -> None:
     # 2 samples of 10 tokens, which may all choose the 2 experts of one rank.
-    said = r"expert_max_rows=39: .* 40 rows .* Use expert_max_rows=40 or more"
+    said = r"expert_max_rows=39: .* 40 rows.* Use expert_max_rows=40 or more"
     for text in run_ranks(refused, 2, timeout=120):
         assert re.search(said, text), text
 
