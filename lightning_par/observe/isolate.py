@@ -84,9 +84,10 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
     parts = dict(module.named_modules())
     # What an iterator has given inside comes once more afterwards.
-    recorded = {key: _Recorded(value) for key, (value, _) in state.items() if is_iterator(value)}
-    for (place, name), recorder in recorded.items():
-        _holder(parts[place], name)[name] = recorder
+    given: dict[_Name, list[Any]]
+    given = {key: [] for key, (value, _) in state.items() if is_iterator(value)}
+    for (place, name), items in given.items():
+        _holder(parts[place], name)[name] = _noted(state[place, name][0], items)
     try:
         with outside_kept(parts.values()):
             yield
@@ -103,9 +104,10 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         for place, name in [key for key, _ in _state(module) if key not in state]:
             if (place, name) not in but:
                 _holder(parts[place], name).pop(name, None)
-        for key, recorder in recorded.items():
-            if recorder.given:
-                state[key] = chain(recorder.given, recorder.source), state[key][1]
+        for key, items in given.items():
+            if items:
+                source, restore = state[key]
+                state[key] = chain(items, source), restore
         for key, (value, restore) in state.items():
             if key not in but:
                 # Contents, then the name: the step may have bound it to something else.
@@ -157,25 +159,11 @@ class StateOfParts:
                 self._changed |= {name for name in both if not is_equal(one[name], other[name])}
 
 
-class _Recorded:
-    """An iterator that remembers what it has given.
-
-    Args:
-        source: Gives the items.
-
-    Attributes:
-        given: The items that were taken.
-    """
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self.source, self.given = source, list[Any]()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self.given.append(next(self.source))
-        return self.given[-1]
+def _noted(source: Iterator[Any], given: list[Any]) -> Iterator[Any]:
+    """Give the items of an iterator, and put each of them into a list, too."""
+    for item in source:
+        given.append(item)
+        yield item
 
 
 def _hooks(module: nn.Module) -> list[dict[Any, Any]]:

@@ -27,14 +27,14 @@ from lightning_par.observe.outside import is_of_user
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["StepAttributes", "hyperparameters", "kept_hyperparameters"]
+__all__ = ["StepAttributes", "kept_settings", "settings"]
 
 _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
-_HYPERPARAMETERS = (bool, int, float, tuple)
-"""Types of those entries of a parameter group that a step may set, such as its learning rate."""
+_SETTINGS = (bool, int, float, tuple)
+"""Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
 _DEPTH, _FEW = 4, 32
 
 
@@ -125,7 +125,9 @@ class StepAttributes:
     def begin(self) -> None:
         """Note what is there before a step."""
         self._trainer = self._trainer or _trainer_of(self._module)
-        self._parts |= {place: _Group(group) for place, group in _groups_of(self._trainer).items()}
+        self._parts |= {
+            place: _Settings(held) for place, held in _settings_of(self._trainer).items()
+        }
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
     def changes(self, numbers: Mapping[str, float] = MappingProxyType({})) -> dict[Any, Any]:
@@ -174,28 +176,28 @@ class StepAttributes:
 
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for place, part in self._parts.items():
-            for name, value in vars(part).items():
-                if isinstance(part, _Group):
-                    if isinstance(value, _HYPERPARAMETERS):
-                        yield (place, name), value
-                elif name not in _OWN and not name.startswith("_"):
+            held = vars(part)
+            if isinstance(part, _Settings):
+                yield from (((place, name), value) for name, value in _plain(held).items())
+                continue
+            for name, value in held.items():
+                if name not in _OWN and not name.startswith("_"):
                     yield (place, name), value
             if not place:
                 yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
 
 
-def hyperparameters(module: nn.Module) -> dict[str, Any]:
+def settings(module: nn.Module) -> dict[str, Any]:
     """Return the hyperparameters of optimizers and plain attributes of the Trainer, by name."""
     return {
         f"{place}[{name!r}]": value
-        for place, group in _groups_of(_trainer_of(module)).items()
-        for name, value in group.items()
-        if isinstance(value, _HYPERPARAMETERS)
+        for place, held in _settings_of(_trainer_of(module)).items()
+        for name, value in _plain(held).items()
     }
 
 
 @contextmanager
-def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
+def kept_settings(module: nn.Module) -> Iterator[None]:
     """Surrounds a trial of the step; what it sets in optimizers, schedulers, callbacks and the
     Trainer is put back.
     """
@@ -204,15 +206,17 @@ def kept_hyperparameters(module: nn.Module) -> Iterator[None]:
     found: list[Any] = trainer.callbacks if trainer else []  # type: ignore[attr-defined]
     # Those of packages may have threads of their own.
     restores = [restore_of(each, seen) for each in found if is_of_user(type(each).__module__)]
-    groups = [(group, dict(group)) for group in _groups_of(trainer).values()]
-    held = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer else []
-    schedules = {id(s): s for s in (*held, *vars(module).values()) if isinstance(s, LRScheduler)}
+    kept = [(held, _plain(held)) for held in _settings_of(trainer).values()]
+    configured = [c.scheduler for c in trainer.lr_scheduler_configs] if trainer else []
+    schedules = {
+        id(s): s for s in (*configured, *vars(module).values()) if isinstance(s, LRScheduler)
+    }
     states = [(s, {n: copy_of(v) for n, v in s.state_dict().items()}) for s in schedules.values()]
     try:
         yield
     finally:
-        for group, before in groups:
-            group.update({n: v for n, v in before.items() if isinstance(v, _HYPERPARAMETERS)})
+        for held, before in kept:
+            held.update(before)
         for scheduler, state in states:
             scheduler.load_state_dict(state)
         for restore in restores:
@@ -223,7 +227,7 @@ def _trainer_of(module: nn.Module) -> pl.Trainer | None:
     return trainer_of(module) if isinstance(module, pl.LightningModule) else None
 
 
-def _groups_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
+def _settings_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
     """Return the parameter groups of the optimizers of a run, and the attributes of its Trainer and
     loops, of which a step may set `should_stop` and `max_epochs`; by their names.
     """
@@ -238,11 +242,20 @@ def _groups_of(trainer: pl.Trainer | None) -> dict[str, dict[str, Any]]:
     }
 
 
-class _Group:
+class _Settings:
     """A parameter group of an optimizer, or a Trainer; its entries are attributes here."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.__dict__ = group
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.__dict__ = held
+
+
+def _plain(held: dict[str, Any]) -> dict[str, Any]:
+    """Return those entries of settings that a step may set."""
+    return {
+        name: value
+        for name, value in held.items()
+        if isinstance(value, _SETTINGS) and not name.startswith("_")
+    }
 
 
 def _keeps_lists(part: nn.Module) -> bool:

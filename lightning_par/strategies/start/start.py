@@ -27,10 +27,7 @@ from lightning_par.observe.contents import names_in
 from lightning_par.observe.cross_entropies import LookAtLosses
 from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.components.certificate import write_certificate
-from lightning_par.strategies.components.step_attributes import (
-    hyperparameters,
-    kept_hyperparameters,
-)
+from lightning_par.strategies.components.step_attributes import kept_settings, settings
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
@@ -398,7 +395,7 @@ class RunStart:
         try:
             with (
                 untouched(steps.module),
-                kept_hyperparameters(steps.module),
+                kept_settings(steps.module),
                 silent(steps.module.trainer.loggers) as watch.has_written,
                 # Parts have other shapes: torch.compile would compile the blocks anew for each of
                 # them.
@@ -469,13 +466,13 @@ class _LookWatch:
         self.has_written: Callable[[], bool] = lambda: False
         self._module, self._ends = steps.module, dict[int, dict[str, Any]]()
         # Replicas each begin with the hyperparameters of the step; micro-batches follow each other.
-        self._kept = kept_hyperparameters if steps.pipeline is None else nullcontext
+        self._kept = kept_settings if steps.pipeline is None else nullcontext
 
     def followed(self, index: int) -> ExitStack:
         """Surrounds the step on the batch with this number."""
         stack = self._metrics.followed(index)
         stack.enter_context(self._kept(self._module))
-        stack.callback(lambda: self._ends.update({index: hyperparameters(self._module)}))
+        stack.callback(lambda: self._ends.update({index: settings(self._module)}))
         stack.enter_context(self.losses.of(index))
         return stack
 
