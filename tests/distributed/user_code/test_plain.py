@@ -34,6 +34,17 @@ def loss_in_a_criterion() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="tp2 pp2")
+def a_number_that_float32_would_round() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", 1e6 * loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
