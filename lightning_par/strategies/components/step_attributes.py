@@ -33,6 +33,8 @@ _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
+_FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
+"""Types whose values cannot change in place."""
 _SETTINGS = (bool, int, float, tuple)
 """Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
 _DEPTH, _FEW = 4, 32
@@ -55,6 +57,8 @@ class _Held:
         """
         # None: a value that is compared by identity alone.
         content: Any = None
+        if type(value) in _FIXED:  # most of them, in every step
+            return cls(value, None)
         if isinstance(value, list):
             # Few entries are lists or objects that go on changing, such as one list per loader;
             # many are outputs of steps, which do not.
@@ -254,7 +258,7 @@ def _plain(held: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in held.items()
-        if isinstance(value, _SETTINGS) and not name.startswith("_")
+        if not name.startswith("_") and isinstance(value, _SETTINGS)
     }
 
 
@@ -276,6 +280,8 @@ def _change(before: _Held | None, value: Any) -> Any:
     """Return what has changed in a value, if that can be sent."""
     # The same object: what has changed is inside of it. Another one is sent whole.
     if before is not None and before.value is value:
+        if type(value) in _FIXED:
+            return None
         # A list of a user's class may have attributes, too, of which nothing is kept.
         if not isinstance(value, list | deque | set) and _is_open(value):
             if before.content is None:
