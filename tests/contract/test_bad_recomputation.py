@@ -73,7 +73,7 @@ class OneBlock(Bare):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, r"two or more modules of the same class.*nn\.ModuleList"),
+        ({}, r"nn\.ModuleList or nn\.Sequential of two or more modules of the same class"),
         ({"parts": "plan"}, "the plan of the model names none"),
     ],
     ids=str,

@@ -25,8 +25,8 @@ __all__ = ["SkippedSteps", "gives_none_alone", "may_skip"]
 _CURE = (
     "To skip a batch because of its data, remove its samples from the data set (a collate_fn must "
     "return a batch on every replica). To skip it because of its loss, log the loss with "
-    "sync_dist=True, and set every p.grad = None in on_before_optimizer_step, by "
-    "trainer.callback_metrics."
+    "sync_dist=True, read it from trainer.callback_metrics in on_before_optimizer_step, and set "
+    "every p.grad = None there."
 )
 
 

@@ -114,7 +114,8 @@ def test_one_bad_rank_is_refused_or_skipped_on_every_rank(layout: str) -> None:
 def test_one_device_refuses_too() -> None:
     ((said, same, steps),) = run_ranks(one_rank, 1)
     assert re.match(
-        r"step 1: the loss or a gradient is not finite .*nan\): rank 0 has a loss of inf",
+        "step 1: the norm of the loss and the gradients is nan, which is not finite: rank 0 has a "
+        "loss of inf",
         said,
     )
     assert (same, steps) == (True, 1)

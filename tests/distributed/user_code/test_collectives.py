@@ -126,7 +126,7 @@ def test_samples_of_all_replicas_are_gathered_and_counted_once(layout: str, kind
         (
             "zero1tp2",
             "all_reduce",
-            "on_validation_epoch_end .*each 2 of them have the same samples",
+            "2 ranks hold the same samples, so each sample would be counted 2 times",
         ),
         ("pp2", "Summing", "loss .*but only the ranks of the last pipeline stage"),
     ],

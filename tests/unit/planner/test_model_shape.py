@@ -45,5 +45,5 @@ def test_configurations_of_transformers(name: str, gated: bool) -> None:
 
 
 def test_what_is_no_transformer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="has no num_heads, max_length, so"):
+    with pytest.raises(ConfigurationError, match="has no num_heads, max_length, which"):
         read_shape(SimpleNamespace(num_layers=2, model_dim=8, vocab_size=9))
