@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import Counter, deque, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CodeType, SimpleNamespace
+from types import CodeType, NoneType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import nn, Tensor
 
 __all__ = [
     "LEFT_ALONE",
+    "UNCHANGEABLE",
     "copy_of",
     "is_container",
     "is_foreign",
@@ -29,6 +30,10 @@ __all__ = [
 
 LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
 """Packages whose objects no step is expected to change; those of Python are, too."""
+UNCHANGEABLE = frozenset(
+    {bool, bytes, complex, float, int, NoneType, str, torch.device, torch.dtype, torch.Size}
+)
+"""Classes of values that nothing can change, which most attributes hold."""
 _KEPT = 2**24
 """Bytes of a file of which a copy is kept."""
 
@@ -65,7 +70,9 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
         value: Of an attribute, or of what is in one.
         seen: Ids of the containers and objects that have such a function, or need none.
     """
-    # First of all: a file has a `__dict__` and would be taken for an object.
+    if type(value) in UNCHANGEABLE:
+        return _nothing
+    # Before objects: a file has a `__dict__` and would be taken for one.
     if isinstance(value, io.IOBase):
         return _restore_file(value, seen)
     if isinstance(value, random.Random):
@@ -79,14 +86,14 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
     copied = value if is_kept else copy_of(value if held is None else held)
     # Nothing mutable, or in work already: objects may refer to each other in a circle.
     if copied is value or id(value) in seen:
-        return lambda: None
+        return _nothing
     if isinstance(value, Tensor):
         # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
-        return partial(value.data.copy_, copied) if _is_written_to(value) else lambda: None
+        return partial(value.data.copy_, copied) if _is_written_to(value) else _nothing
     if isinstance(value, torch.Generator):
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, copied) if value.flags.writeable else lambda: None
+        return partial(np.copyto, value, copied) if value.flags.writeable else _nothing
     # Before its items, which may hold it.
     seen.add(id(value))
     inside = copied.values() if isinstance(copied, dict) else copied
@@ -101,6 +108,10 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
             restore_item()
 
     return restore
+
+
+def _nothing() -> None:
+    """What has no contents has nothing to put back."""
 
 
 def _is_written_to(value: Tensor) -> bool:
@@ -118,7 +129,7 @@ def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
     is written beyond its end is cut off.
     """
     if id(file) in seen or file.closed or not file.seekable():
-        return lambda: None
+        return _nothing
     seen.add(id(file))
     # Of text the bytes are changed, in which a size is one number and any place can be read.
     below = file.buffer if isinstance(file, io.TextIOWrapper) else file
@@ -136,7 +147,7 @@ def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
         file.seek(place)
     # Text between two lines of a loop has no place, a compressed file that is written no size.
     except (OSError, ValueError):
-        return lambda: None
+        return _nothing
 
     def restore() -> None:
         if file.closed:

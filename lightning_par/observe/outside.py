@@ -21,7 +21,13 @@ from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from lightning_par.observe.contents import is_container, is_foreign, names_in, restore_of
+from lightning_par.observe.contents import (
+    is_container,
+    is_foreign,
+    names_in,
+    restore_of,
+    UNCHANGEABLE,
+)
 
 __all__ = ["is_of_user", "outside_kept", "outside_state"]
 
@@ -104,6 +110,8 @@ class _References:
 
     def add_function(self, value: Any) -> None:
         """Add what a function, method, property or partial refers to; nothing of another value."""
+        if type(value) in UNCHANGEABLE:
+            return
         # Of methods, partials, properties and decorated functions: what is inside of each.
         for name in ("__func__", "func", "fget", "__wrapped__"):
             inner = getattr(value, name, None) if not isinstance(value, type) else None

@@ -1,7 +1,7 @@
 """FSDP2 units (`torch.distributed.fsdp.FSDPModule`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "attach_states",
     "detach_states",
     "fill_missing",
+    "hide_from_modes",
     "initialize",
     "keep_attributes",
     "parameters_of",
@@ -79,6 +80,26 @@ def _init_with_attributes(held: Any) -> None:
     del held.init_unsharded_param  # the method itself is seen again
     held.init_unsharded_param()
     vars(held.unsharded_param).update(own_attributes(held.sharded_param))
+
+
+def hide_from_modes(unit: FSDPModule) -> None:
+    """Let no `TorchFunctionMode` see how FSDP2 gathers the parameters of a unit and drops them.
+
+    A mode follows what a step computes. FSDP2 calls some hundred functions of torch around each
+    unit, which are nothing of the step; it has no option for this.
+    """
+    group = _group_of(unit)
+    for name in ("unshard", "wait_for_unshard", "reshard") if group is not None else ():
+        setattr(group, name, _without_modes(getattr(group, name)))
+
+
+def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.DisableTorchFunction():
+            return call(*args, **kwargs)
+
+    return run
 
 
 def reduce_gradients(root: FSDPModule) -> None:

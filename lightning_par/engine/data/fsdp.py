@@ -46,6 +46,7 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.upstream.fsdp import (
+    hide_from_modes,
     initialize,
     keep_attributes,
     reduce_gradients,
@@ -364,6 +365,7 @@ def _shard(unit: nn.Module, **options: Any) -> None:
             vars(parameters[name]).update(own_attributes(before))
     assert isinstance(unit, FSDPModule)
     keep_attributes(unit)
+    hide_from_modes(unit)
 
 
 def _unshardable(unit: nn.Module, whole: set[nn.Parameter]) -> list[nn.Parameter]:
