@@ -3,16 +3,16 @@
 Note [Attributes of a step]: what a step does after the blocks is done on the last pipeline stage
 only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
-micro-batch: a list gets an entry of each of them. A hyperparameter of an optimizer that the step
+micro-batch: a list gets an entry of each of them; see `attribute_values.py` for numbers and
+tensors. A hyperparameter of an optimizer that the step
 sets, such as its learning rate, is taken over as well, and `trainer.should_stop`.
 """
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,9 +27,9 @@ from lightning_par.observe.outside import is_of_user
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["StepAttributes", "kept_settings", "settings"]
+__all__ = ["StepAttributes", "is_object", "kept_settings", "settings"]
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset(vars(pl.LightningModule()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
@@ -67,9 +67,11 @@ class _Held:
             content = tuple(value), inside
         elif isinstance(value, deque | set):
             content = tuple(value)
-        elif isinstance(value, dict) or _is_object(value):
+        elif isinstance(value, dict) or is_object(value):
             now = value if isinstance(value, dict) else vars(value)
             content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
+        elif isinstance(value, np.ndarray):
+            content = value.tobytes()
         # An inference tensor counts no changes; a tensor otherwise does, also through views.
         elif isinstance(value, Tensor) and not value.is_inference():
             content = count_of_changes(value)
@@ -101,9 +103,15 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Replaced:
-    """A new value."""
+    """A new value.
+
+    Attributes:
+        value: The value.
+        is_written: Whether it was written into the tensor or array that was there.
+    """
 
     value: Any
+    is_written: bool = False
 
 
 class StepAttributes:
@@ -134,26 +142,9 @@ class StepAttributes:
         }
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
-    def changes(self, numbers: Mapping[str, float] = MappingProxyType({})) -> dict[Any, Any]:
-        """Return what the step has changed, for `take` on the other stages.
-
-        Args:
-            numbers: Attributes of the LightningModule that it gets first.
-        """
-        # Without `Module.__setattr__`: plain numbers need no registration.
-        vars(self._parts[""]).update(numbers)
-        found = _changes(self._before, dict(self._held()))
-        return found | {("", name): _Replaced(value) for name, value in numbers.items()}
-
-    def numbers(self, *, before: bool = False) -> dict[str, float]:
-        """Return the plain numbers in attributes of the LightningModule.
-
-        Args:
-            before: Those before the step.
-        """
-        values = {name: held.value for name, held in self._before.items()} if before else None
-        held = (dict(self._held()) if values is None else values).items()
-        return {n: v for (place, n), v in held if not place and type(v) in (int, float)}
+    def changes(self) -> dict[Any, Any]:
+        """Return what the step has changed, for `take` on the other stages."""
+        return _changes(self._before, dict(self._held()))
 
     def names_changed(self) -> tuple[str, ...]:
         """Return the names of the attributes that the step has changed."""
@@ -185,7 +176,7 @@ class StepAttributes:
                 yield from (((place, name), value) for name, value in _plain(held).items())
                 continue
             for name, value in held.items():
-                if name not in _OWN and not name.startswith("_"):
+                if name not in _OWN:
                     yield (place, name), value
             if not place:
                 yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
@@ -268,7 +259,7 @@ def _keeps_lists(part: nn.Module) -> bool:
     if is_ours or isinstance(part, Metric) or next(part.parameters(), None) is not None:
         return False
     kept = ((name, v) for name, v in vars(part).items() if name not in _OWN)
-    return any(not name.startswith("_") and _is_open(v) for name, v in kept)
+    return any(_is_open(v) for name, v in kept)
 
 
 def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
@@ -298,7 +289,9 @@ def _change(before: _Held | None, value: Any) -> Any:
         if not isinstance(value, list) and before.content == _Held.of(value).content:
             return None
     sent = _sendable([value])
-    return None if sent is None else _Replaced(sent[0])
+    is_written = before is not None and before.value is value
+    is_written &= isinstance(value, Tensor | np.ndarray)
+    return None if sent is None else _Replaced(sent[0], is_written)
 
 
 def _appended(
@@ -359,6 +352,9 @@ def _sendable(values: list[Any]) -> list[Any] | None:
 def _take(change: Any, before: _Held | None, value: Any) -> Any:
     """Return a value with the changes of the last stage; lists and dicts are changed in place."""
     if isinstance(change, _Replaced):
+        if change.is_written and np.shape(value) == np.shape(change.value):
+            value[...] = change.value  # whoever else holds it sees it
+            return value
         return change.value
     if isinstance(change, _Appended):
         # Here the step has bound a new list, or none: the entries that were sent are all there
@@ -391,10 +387,10 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
 
 def _is_open(value: Any) -> bool:
     """Whether a step may change a value in place, without a sign that is cheap to compare."""
-    return isinstance(value, list | dict | deque | set) or _is_object(value)
+    return isinstance(value, list | dict | deque | set) or is_object(value)
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Whether a value is an object of a class of the user's, such as a meter."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]

@@ -33,6 +33,7 @@ from lightning_par.strategies.start.loss_rule import (
 )
 from lightning_par.strategies.start.own_outputs import (
     check_hyperparameters,
+    check_left_values,
     check_tensor_ranks,
     warn_of_logs,
     warn_of_own_outputs,
@@ -248,6 +249,7 @@ class FirstLook:
     def _check(self, seen: StepReport) -> None:
         """Refuse what no rule of a loss mends."""
         check_tensor_ranks(self._module, self._mesh, seen, self.tolerance())
+        check_left_values(seen, self._mesh.sizes, follows=not self._all_agree(not seen.follows))
         check_hyperparameters(seen, self._mesh.sizes, any_sets=not self._all_agree(not seen.sets))
 
     def look_again(

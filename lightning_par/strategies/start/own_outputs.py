@@ -115,6 +115,32 @@ def check_tensor_ranks(
         )
 
 
+def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) -> None:
+    """Refuse a loss that follows from what samples have left in attributes, where each micro-batch
+    or replica would have its own.
+
+    Args:
+        seen: What the step did on some samples and on parts of them.
+        sizes: Sizes of the mesh.
+        follows: Whether that was seen on any replica.
+
+    Raises:
+        ConfigurationError: On every rank.
+    """
+    if follows:
+        named = ", ".join(f"self.{name}" for name in seen.leaves[:3]) or "attributes"
+        raise ConfigurationError(
+            "LP325",
+            "the loss of training_step depends on what an earlier training_step has left in "
+            f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
+            "leaves there what it computes from its own samples, so the next loss would differ "
+            "from one process.\nWhat to write: use num_microbatches=1 and data_parallel_size=1; "
+            "or keep a number that does not depend on the samples; or return the number as "
+            "{'loss': loss, 'x': x} and keep outputs['x'] in on_train_batch_end, where it is that "
+            "of the whole batch.\nNo weight was changed.",
+        )
+
+
 def check_hyperparameters(seen: StepReport, sizes: ParallelSizes, *, any_sets: bool) -> None:
     """Refuse a step that sets a hyperparameter of an optimizer to another value for each part.
 

@@ -43,6 +43,7 @@ from lightning_par.errors import (
 )
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.components.attribute_values import AttributeValues
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
 from lightning_par.strategies.processes.world import World
@@ -57,8 +58,6 @@ from lightning_par.strategies.step.loss_form import FormWatch
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.returned import (
     counts_in,
-    left_numbers,
-    merge_left,
     merge_results,
     merge_training,
     returned_numbers,
@@ -147,7 +146,7 @@ class PipelinedSteps:
             module, counts, stages=len(executor.stages), divides=num_microbatches > 1
         )
         self._attributes_sent = world.broadcast(self._group, self._source)
-        self._left, self._told = dict[int, dict[str, float]](), frozenset[str]()
+        self._values = AttributeValues(module, divides=num_microbatches > 1)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
     def training(
@@ -280,40 +279,45 @@ class PipelinedSteps:
             watch: Watches what else the step does.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
-        key, count = ("first look",), len(batches)
-        self._left.clear()
+        key, count, trains = ("first look",), len(batches), name == "training_step"
         self._attributes.begin()
         has_failed: Callable[[], bool] = lambda: refusal() is not None  # noqa: E731
-        learns = name == "training_step" and count > 1 and not self._buffers.is_known
+        is_known = self._buffers.is_known and self._values.is_known
+        learns = trains and count > 1 and not is_known
         # Copies, as the step may write into its batch.
-        again = [map_tensors(b, Tensor.clone) for b in (*batches[1:], batches[1])] if learns else []
+        again = [*batches[1:], batches[1], *batches] if learns else []
+        again = [map_tensors(batch, Tensor.clone) for batch in again]
         given = name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
-        with torch.no_grad(), self._buffers.look(count - 1) if learns else nullcontext():
+        buffers = self._buffers.look(count - 1) if learns else nullcontext()
+        values = self._values.look(count) if trains else nullcontext()
+        with torch.no_grad(), buffers, values:
             run = self._forward_only(*given, cut=(0, 1))
-            before = self._attributes.numbers(before=True)
             # As between steps: what the last stage has kept of samples, the others may read.
             kept = self._attributes.changes() if run.results else {}
             self._take_attributes(self._attributes_sent.broadcast(kept))
             self._attributes.begin()
             if count > 1:
-                run.results |= self._forward_only(*given, cut=(1, None)).results
-        found = None
-        if len(run.results) == count + len(again) and not has_failed():
-            ends = range(count)
-            losses: list[tuple[float, ...]] = []
-            if name == "training_step":
-                losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            returned = [returned_numbers(name, run.results[i]) for i in ends]
-            # A rehearsal has results without the last stage.
-            after = [self._left[i] for i in sorted(self._left)]
-            left = left_numbers(name, before, after) or [[] for _ in calls]
-            self._told |= {call.name for calls in left for call in calls}
-            made = [numbers_of([*c, *r, *n]) for c, r, n in zip(calls, returned, left, strict=True)]
-            leaves = self._attributes.names_changed()
-            writes = self._writes.take()[0]
-            found = watch.report(losses=losses, logs=made, leaves=leaves, writes=writes)
+                run.results |= self._forward_only(*given, cut=(1, 2 * count)).results
+            learned = self._values.learn() if learns and run.results and not has_failed() else None
+            if learns and self._values.take(self.from_last_stage(learned)):
+                run.results |= self._forward_only(*given, cut=(2 * count, None)).results
+                self._values.anew = self.from_last_stage(self._values.confirm())
+            found = None
+            if all(index in run.results for index in range(count)) and not has_failed():
+                ends = (i for i in (*range(count), 2 * count) if trains and i in run.results)
+                losses = [float(loss_of(run.results[i]).detach()) for i in ends]
+                returned = [returned_numbers(name, run.results[i]) for i in range(count)]
+                left = self._values.calls() if trains else [[] for _ in calls]
+                rows = zip(calls, returned, left, strict=True)
+                found = watch.report(
+                    losses=[(loss,) for loss in losses[:count]],
+                    logs=[numbers_of([*c, *r, *n]) for c, r, n in rows],
+                    leaves=self._attributes.names_changed(),
+                    writes=self._writes.take()[0],
+                    follows=self._values.follows(losses, is_alone=self._is_only_replica),
+                )
         told = self.from_last_stage(found) or StepReport(losses=[], logs=[], metrics=({}, {}))
-        self._writes.is_known |= told.writes and name == "training_step"
+        self._writes.is_known |= told.writes and trains
         return told
 
     def _forward_only(
@@ -373,24 +377,24 @@ class PipelinedSteps:
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> Callable[[int], Any]:
         step, value_of = getattr(self.module, name), self._metrics.value
-        trains, looks = name == "training_step", followed is not None
+        trains = name == "training_step"
         keeps = trains and self._buffers.is_active
+        restarts = trains and self._values.is_active
 
         def run(index: int) -> Any:
-            # A look runs its parts once more, which have been followed.
-            own = len(calls)
-            number = index if index < own else (index - own) % (own - 1) + 1
+            # A look runs its parts once more, and then all of them, which have been followed.
+            own, number = len(calls), index
+            if index >= own:
+                number = (index - own) % (own - 1) + 1 if index < 2 * own else index - 2 * own
             is_again = number != index
             logged = [] if is_again else calls[index]
             logs = record_logs(self.module, logged, value_of, on_step=trains)
             follow = nullcontext() if followed is None or is_again else followed(index)
             written, user_step = self._writes.in_step(), self._user_step(key, number)
             buffers = self._buffers.run(index) if keeps else nullcontext()
-            with context(), logs, follow, user_step, buffers, written:
-                result = step(parts[index], *rest)
-                if (looks or self._told) and not is_again:
-                    self._left[index] = self._attributes.numbers()
-                return result
+            values = self._values.run(index) if restarts else nullcontext()
+            with context(), logs, follow, user_step, buffers, values, written:
+                return step(parts[index], *rest)
 
         return run
 
@@ -426,6 +430,7 @@ class PipelinedSteps:
     ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
         """Give every stage the loss, other results and logs of the last one, and what it left."""
         found = None
+        self._values.merge(weights if losses else None)
         if losses:
             shares = weights.shares
             values = torch.stack([losses[i] for i in sorted(losses)])
@@ -439,9 +444,7 @@ class PipelinedSteps:
                 extras = map_tensors(merge_training(results, weights), Tensor.detach)
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, shares, *names, weights.sizes)
-            ends = [self._left[i] for i in sorted(self._left)]
-            numbers = merge_left(self._told, ends, weights) if len(ends) > 1 else {}
-            left = self._attributes.changes(numbers), self._writes.take()
+            left = self._attributes.changes(), self._writes.take()
             found = value, extras, logs, left
         run.results.clear()
         value, extras, logs, (left, written) = self._results.broadcast(found)
@@ -457,7 +460,7 @@ class PipelinedSteps:
             warn_of_results(unknown)
 
     def _begin_step(self) -> None:
-        self._left.clear()
+        self._values.begin()
         self._attributes.begin()
         self._writes.take()  # what a look has left that came to no end
         self._metrics.is_new = True

@@ -4,9 +4,8 @@ Numbers are told apart as logged ones are, see `compare_parts`: a count of the s
 those of the micro-batches, an accuracy their mean.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,8 +16,6 @@ from lightning_par.strategies.step.step_traces import combine_logs, LogCall
 
 __all__ = [
     "counts_in",
-    "left_numbers",
-    "merge_left",
     "merge_results",
     "merge_training",
     "returned_numbers",
@@ -111,70 +108,6 @@ def warn_of_results(names: Collection[str]) -> None:
             "count). Under a pipeline you can also return a tensor with a dim for the samples, "
             "whose parts are concatenated, or use num_microbatches=1."
         )
-
-
-def left_numbers(
-    step: str, before: Mapping[str, float], ends: Sequence[Mapping[str, float]]
-) -> list[list[LogCall]]:
-    """Return the numbers that a step has left in attributes, as calls of `self.log` with a mean.
-
-    There is a list for the step on some samples, and for the step on each part of them. Running
-    sums are left out: they are right as they are.
-
-    Args:
-        step: Its name, which begins that of a number: ``training_step().self.count``.
-        before: Name of an attribute -> its number before the step.
-        ends: The same after it on the whole, and after each part, one after the other.
-    """
-
-    def is_told(name: str) -> bool:
-        # ends[0] is after the whole, the others after its parts, one after the other.
-        values, start = [end.get(name) for end in ends], before.get(name)
-        if None in values or all(value == start for value in values):
-            return False
-        first, last = cast(float, values[0]), cast(float, values[-1])
-        # A running sum grows by as much over the parts as it did by the whole.
-        return start is None or len(ends) == 1 or not math.isclose(last - first, first - start)
-
-    return [
-        [
-            LogCall(name=f"{step}().self.{name}", value=value, **_LOGGED)
-            for name, value in end.items()
-            if is_told(name)
-        ]
-        for end in ends
-    ]
-
-
-def merge_left(
-    names: Collection[str], ends: Sequence[Mapping[str, float]], weights: BatchWeights
-) -> dict[str, float]:
-    """Return what `training_step` leaves in attributes, for the batch.
-
-    Args:
-        names: Of `left_numbers`.
-        ends: Name of an attribute -> its number, after each micro-batch.
-        weights: Of the micro-batches; it knows which numbers are sums.
-    """
-    start = "training_step().self."
-    calls = [
-        [
-            LogCall(name=start + name, value=value, **_LOGGED)
-            for name, value in end.items()
-            if start + name in names
-        ]
-        for end in ends
-    ]
-    known = weights.sums, weights.by_samples
-    found = {}
-    for call in combine_logs(calls, weights.shares, *known, weights.sizes):
-        name, value = call.name.removeprefix(start), float(call.value)
-        of_parts = [end[name] for end in ends if name in end]
-        found[name] = value
-        # A counter stays an integer: a mean of its values would be none.
-        if isinstance(of_parts[-1], int):
-            found[name] = round(value) if call.name in weights.sums else of_parts[-1]
-    return found
 
 
 def merge_results(

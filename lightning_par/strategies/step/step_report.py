@@ -22,6 +22,8 @@ class StepReport:
         calls: For each batch, the cross-entropies that it computed.
         weights: For each batch, what else may weigh it in its loss.
         leaves: Names of attributes of the LightningModule that it changes.
+        follows: Whether its loss follows from what the samples of an earlier step have left there,
+            in a way that micro-batches or replicas cannot share.
         terms: For each batch, the terms of which each of its losses is the sum.
         writes: Whether it writes by itself: to loggers, the terminal or files.
         sets: Names of hyperparameters of optimizers that it sets to different values for them.
@@ -33,6 +35,7 @@ class StepReport:
     calls: list[list[SeenLoss]] = field(default_factory=list)
     weights: list[list[SeenWeight]] = field(default_factory=list)
     leaves: tuple[str, ...] = ()
+    follows: bool = False
     terms: list[list[tuple[float, ...]]] = field(default_factory=list)
     writes: bool = False
     sets: tuple[str, ...] = ()

@@ -331,11 +331,7 @@ class Carrying(PlainModule):
         return F.cross_entropy(self.net.head(hidden).flatten(0, 1), batch[1].flatten())
 
 
-@CASES.add(
-    equal="pp2_one_microbatch",
-    refused={"pp2 pp2_interleaved": r"(?s)does not follow.*num_microbatches=1"},
-    strategy={"verify": False},
-)
+@CASES.add(equal="pp2 pp2_interleaved", large="pp2_one_microbatch", strategy={"verify": False})
 def a_state_that_the_first_stage_reads_and_the_last_one_leaves() -> Any:
     return Carrying(), token_pairs()
 

@@ -1,0 +1,175 @@
+"""What a step leaves in attributes under a pipeline: that of the batch, not of a micro-batch."""
+
+import re
+import warnings
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_par import Hybrid3DStrategy
+from lightning_par.errors import ConfigurationError
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import LAYOUTS
+
+
+class Meter:
+    """An average meter, as many projects have it."""
+
+    def __init__(self) -> None:
+        self.last = self.sum = self.mean = 0.0
+        self.count = 0
+
+    def update(self, value: float, count: int) -> None:
+        """Add a value."""
+        self.last, self.sum, self.count = value, self.sum + value * count, self.count + count
+        self.mean = self.sum / self.count
+
+
+class Keeping(PlainModule):
+    """Keeps numbers of each kind in each place that users keep them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.steps, self.average, self.tokens = 0.0, 0, 0.0, 7
+        self.added, self.new, self.moved = torch.zeros(()), torch.zeros(()), torch.ones(3)
+        self.array, self.counts, self.sums = (
+            np.zeros(2),
+            Counter[str](),
+            defaultdict[str, float](float),
+        )
+        self.of_samples, self.of_steps, self.pair = Meter(), Meter(), [0.0, 0]
+        self.held = self.added  # another name for the same tensor
+        self._private = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Keep them."""
+        self.steps += 1
+        self.tokens = batch[1].numel()
+        loss = super().training_step(batch, batch_idx)
+        value = float(loss.detach())
+        self.total += value
+        self.average = 0.9 * self.average + 0.1 * value
+        self.added += loss.detach()
+        self.new = self.new + loss.detach()
+        self.moved.mul_(0.5).add_(loss.detach())
+        self.array += value
+        self.counts["steps"] += 1
+        self.counts.update(map(str, batch[1].flatten().tolist()))
+        self.sums["loss"] += value
+        self.of_samples.update(value, len(batch[0]))
+        self.of_steps.update(value, 1)
+        self.pair[0] += value
+        self.pair[1] += 1
+        self._private += value
+        self.loss_of_step, self.inputs = loss, batch[0]
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is kept, with numbers as floats."""
+        names = ("total", "steps", "average", "tokens", "added", "new", "held", "_private")
+        return {
+            **{name: float(getattr(self, name)) for name in names},
+            **{name: {**vars(getattr(self, name))} for name in ("of_samples", "of_steps")},
+            "moved": self.moved.tolist(),
+            "array": self.array.tolist(),
+            "counts": dict(self.counts),
+            "sums": dict(self.sums),
+            "pair": list(self.pair),
+            "loss": float(self.loss_of_step),
+            "inputs": self.inputs.tolist(),
+        }
+
+
+def _kept(rank: int, world: int, layout: str | None, schedule: str = "1f1b") -> list[Any]:
+    seed_everything(0, verbose=False)
+    module, found = Keeping().double(), list[Any]()
+    strategy: Any = "auto"
+    if layout is not None:
+        options = {"schedule": schedule, **LAYOUTS[layout]}
+        strategy = Hybrid3DStrategy(**options, verify=False)
+
+    def on_train_batch_end(*_: Any) -> None:
+        found.append(module.state())
+
+    module.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=3)
+    trainer.fit(module, DataLoader(token_pairs(), 8))
+    return found
+
+
+def _flat(value: Any) -> Any:
+    """Give nested values in an order in which pytest compares numbers approximately."""
+    if isinstance(value, dict):
+        return [item for key in sorted(value) for item in (key, *_flat(value[key]))]
+    if isinstance(value, list):
+        return [item for entry in value for item in _flat(entry)]
+    return [value]
+
+
+@pytest.mark.parametrize(("layout", "schedule"), [("pp2", "1f1b"), ("pp2", "zbv"), ("tp2", "1f1b")])
+def test_what_is_kept_is_that_of_the_batch_on_every_rank(layout: str, schedule: str) -> None:
+    wanted = _flat(_kept(0, 1, None))
+    torch.set_default_dtype(torch.float32)
+    for found in run_ranks(_kept, 2, layout, schedule, timeout=180):
+        for one, other in zip(_flat(found), wanted, strict=True):
+            assert one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-6))
+
+
+class Best(PlainModule):
+    """Keeps the smallest loss, which no mean of the losses of micro-batches gives."""
+
+    best = 1e9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Keep it."""
+        loss = super().training_step(batch, batch_idx)
+        self.best = min(self.best, float(loss.detach()))
+        return loss
+
+
+class Hidden(PlainModule):
+    """Begins with the hidden states that the last step has left for each row of a batch."""
+
+    hidden: Any = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        """Compute the loss."""
+        hidden = self.net.emb(batch[0]) + self.hidden
+        for block in self.net.blocks:
+            hidden = block(hidden)
+        self.hidden = hidden.detach()
+        logits = self.net.head(hidden).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch[1].flatten())
+
+
+def _told(rank: int, world: int, kind: Any) -> tuple[list[str], str]:
+    seed_everything(0, verbose=False)
+    strategy = Hybrid3DStrategy(**LAYOUTS["pp2"], verify=False)
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(kind().double(), DataLoader(token_pairs(), 8))
+            refused = ""
+        except ConfigurationError as error:
+            refused = str(error)
+    return [str(warning.message) for warning in caught], refused
+
+
+def test_a_minimum_of_losses_is_named() -> None:
+    (told, refused), _ = run_ranks(_told, 2, Best, timeout=180)
+    assert not refused
+    assert re.search(r"self\.best in a later step, and whether .* is not known", " ".join(told))
+
+
+def test_a_state_of_each_row_is_refused() -> None:
+    for _, refused in run_ranks(_told, 2, Hidden, timeout=180):
+        assert re.search(r"(?s)depends on what an earlier.*hidden.*num_microbatches=1", refused)
