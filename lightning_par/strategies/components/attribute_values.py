@@ -13,7 +13,8 @@ beginnings.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,7 @@ class AttributeValues:
 
     Args:
         module: The user's LightningModule.
+        stages: Number of stages of this rank.
         divides: Whether a batch is cut into several micro-batches.
 
     Attributes:
@@ -48,8 +50,10 @@ class AttributeValues:
         is_known: Whether no look has to tell anything any more.
     """
 
-    def __init__(self, module: nn.Module, *, divides: bool) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, stages: int, divides: bool) -> None:
+        self._module, self._stages = module, stages
+        self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
+        self._going: list[Path] = []  # what goes on from one micro-batch to the next
         self.anew: dict[Path, bool] = {}
         self.is_known = not divides
         self._start: dict[Path, Any] = {}  # their copies
@@ -62,7 +66,7 @@ class AttributeValues:
     @property
     def is_active(self) -> bool:
         """Whether `run` has to surround what runs."""
-        return bool(self.anew or self._runs)
+        return bool(self.anew or self._runs or (self._going and self._stages > 1))
 
     def begin(self) -> None:
         """Note what is there before a step."""
@@ -96,17 +100,26 @@ class AttributeValues:
             self._put(self._start)
         elif index >= 2 * self._runs:
             self._put(self._beginning(index - 2 * self._runs))
+        # What comes before the model is done by each stage of a rank; that of the last one counts.
+        self._counts[index] += 1
+        aside: dict[Path, Any] = {}
+        if self._counts[index] < self._stages:
+            aside = _values_in(self._module) if self._runs else self._now(self._going)
+            for path, value in _copies(aside).items():
+                _put_at(self._module, path, value)
         try:
             yield
         finally:
-            # The last stage of a rank comes last.
             self._ends[index] = _values_in(self._module) if self._runs else self._now()
+            for path, value in aside.items():
+                _put_at(self._module, path, value)
 
     def learn(self) -> tuple[dict[Path, bool], dict[Path, Any]]:
         """Return, after two rounds of a look, which values begin anew with each micro-batch, as
         `anew` says; and what the samples have left of those that parts leave otherwise.
         """
-        found = {}
+        found: dict[Path, bool] = {}
+        self._going = []
         whole, *parts = (self._ends.get(at, {}) for at in range(2 * self._runs - 1))
         for path, value in whole.items():
             own, start = [held.get(path) for held in parts], self._start.get(path)
@@ -119,6 +132,8 @@ class AttributeValues:
                 found[path] = True
             elif len(shapes) == 1 and not _goes_on(start, value, anew, after):
                 found[path] = False
+            elif len(shapes) == 1:
+                self._going.append(path)
         differing = (
             path
             for path in found
@@ -211,10 +226,12 @@ class AttributeValues:
     def _note(self, held: dict[Path, Any]) -> None:
         self._ends.clear()
         self._given.clear()
+        self._counts.clear()
         self._held, self._start = held, _copies(held)
 
-    def _now(self) -> dict[Path, Any]:
-        found = {path: _value_at(self._module, path) for path in self.anew}
+    def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
+        paths = self.anew if paths is None else paths
+        found = {path: _value_at(self._module, path) for path in paths}
         return {path: value for path, value in found.items() if value is not None}
 
     def _put(self, values: Mapping[Path, Any]) -> None:

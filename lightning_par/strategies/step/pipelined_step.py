@@ -142,11 +142,10 @@ class PipelinedSteps:
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
         self._writes = StepWrites(module, executor.stages, self._source, self._group)
-        self._buffers = StageBuffers(
-            module, counts, stages=len(executor.stages), divides=num_microbatches > 1
-        )
+        of_rank: Any = {"stages": len(executor.stages), "divides": num_microbatches > 1}
+        self._buffers = StageBuffers(module, counts, **of_rank)
+        self._values = AttributeValues(module, **of_rank)
         self._attributes_sent = world.broadcast(self._group, self._source)
-        self._values = AttributeValues(module, divides=num_microbatches > 1)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
     def training(

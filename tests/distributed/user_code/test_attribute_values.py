@@ -47,11 +47,12 @@ class Keeping(PlainModule):
         )
         self.of_samples, self.of_steps, self.pair = Meter(), Meter(), [0.0, 0]
         self.held = self.added  # another name for the same tensor
-        self._private = 0.0
+        self._private, self.seen = 0.0, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Keep them."""
         self.steps += 1
+        self.seen += len(batch[0])
         self.tokens = batch[1].numel()
         loss = super().training_step(batch, batch_idx)
         value = float(loss.detach())
@@ -74,7 +75,7 @@ class Keeping(PlainModule):
 
     def state(self) -> dict[str, Any]:
         """Return all that is kept, with numbers as floats."""
-        names = ("total", "steps", "average", "tokens", "added", "new", "held", "_private")
+        names = ("total", "steps", "seen", "average", "tokens", "added", "new", "held", "_private")
         return {
             **{name: float(getattr(self, name)) for name in names},
             **{name: {**vars(getattr(self, name))} for name in ("of_samples", "of_steps")},
