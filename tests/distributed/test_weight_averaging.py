@@ -228,6 +228,7 @@ def averages_in(path: Path) -> Run:
 ALONE = {
     "pp2",
     "tp2",
+    "dp2 zero0",
     "dp2 zero1",
     "host alone",
     "host tp2, delayed",

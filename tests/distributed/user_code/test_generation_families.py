@@ -157,12 +157,10 @@ def alone(family: str) -> dict[str, Any]:
 USUAL = {
     ("bart", "tp2"),
     ("gemma3", "cp2"),
-    ("gemma3", "pp2"),
     ("gpt", "cp2"),
     ("gpt", "zero3"),
     ("gpt2", "pp2"),
     ("mistral window", "tp2pp2"),
-    ("mixtral", "zero1"),
     ("mixtral", "zero3"),
     ("qwen3", "tp2"),
 }

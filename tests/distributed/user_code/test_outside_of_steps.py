@@ -201,11 +201,11 @@ def fit(layout: str | None, rank: int, world: int, asked: Asked) -> Any:
     trainer = quiet_trainer(
         devices=world,
         strategy=strategy_of(layout) if layout else "auto",
-        max_epochs=2,
+        max_epochs=1,
         precision="64-true",
         num_sanity_val_steps=0,
         enable_checkpointing=True,
-        callbacks=[saves, ModelCheckpoint("checkpoints", every_n_train_steps=3)],
+        callbacks=[saves, ModelCheckpoint("checkpoints", every_n_train_steps=2)],
     )
     trainer.fit(module, loader, loader)
     assert "on_save_checkpoint" not in vars(saves)  # what surrounds hooks is gone
