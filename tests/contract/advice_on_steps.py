@@ -223,7 +223,10 @@ STEPS: dict[str, dict[str, str]] = {
     },
     "LP325": {
         "add up, and divide later": "counted_buffers::a_buffer_that_counts_the_samples",
-        "num_microbatches=1": "counted_buffers::a_buffer_with_a_running_mean",
+        "num_microbatches=1": """
+            counted_buffers::a_buffer_with_a_running_mean
+            uncommon_steps::a_state_of_each_row""",
+        "sync_dist=True, callback_metrics": "cures_of_steps::a_mean_that_the_next_step_adds",
         "sequence_parallel=False": "counted_buffers::whole_tokens_that_a_block_counts",
         "local_statistics=True": "losses::test_statistics_of_parts_are_accepted",
         "the largest shape from the start": "cures_in_data::a_sum_of_the_largest_shape",

@@ -141,7 +141,7 @@ PROOFS: dict[str, str] = {
         uncommon_steps::a_step_that_leaves_marks_around_the_module""",
     "a state that the step keeps of its samples in an attribute and reads in the next step": """
         uncommon_steps::a_state_that_the_first_stage_reads_and_the_last_one_leaves
-        attribute_values::test_a_state_of_each_row_is_refused""",
+        uncommon_steps::a_state_of_each_row""",
     "numbers and tensors that the step keeps in attributes, dicts, lists or objects: the last "
     "loss, a sum of losses, an average meter, a count of steps, the last outputs": """
         attribute_values::test_what_is_kept_is_that_of_the_batch_on_every_rank

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn, Tensor
 
+from lightning_par.observe.outside import is_of_user
 from lightning_par.strategies.components.step_attributes import is_object
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.step_traces import LogCall
@@ -33,7 +35,8 @@ Path = tuple[str | int, ...]
 """Name of an attribute of the LightningModule, and the keys of what is inside of it."""
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
-_DEPTH, _FEW = 4, 64
+_DEPTH, _FEW, _MOST = 4, 64, 4096
+"""How deep values may lie, how many entries a container of them has, and how many there are."""
 _TOLERANCE = 1e-4
 
 
@@ -43,7 +46,7 @@ class AttributeValues:
     Args:
         module: The user's LightningModule.
         stages: Number of stages of this rank.
-        divides: Whether a batch is cut into several micro-batches.
+        divides: Whether a batch is cut, into micro-batches or for replicas.
 
     Attributes:
         anew: Values that begin anew with each micro-batch -> whether they are joined along dim 0.
@@ -86,7 +89,8 @@ class AttributeValues:
         try:
             yield
         finally:
-            self._runs = 0
+            self._runs, self._left = 0, {}
+            self._note({})
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
@@ -173,7 +177,11 @@ class AttributeValues:
             for path in self._now():
                 if path in self._held:
                     _put_at(self._module, path, self._held[path])
-            return
+        else:
+            self._merge(weights)
+        self._note({})  # let go of what a batch has left
+
+    def _merge(self, weights: BatchWeights) -> None:
         ends = sorted(self._ends.items())
         for path, is_joined in self.anew.items() if len(ends) > 1 else ():
             places = [at for at, end in ends if path in end]
@@ -184,7 +192,9 @@ class AttributeValues:
             elif len({np.shape(value) for value in values}) == 1:
                 every = torch.stack([_wide(value) for value in values])
                 total = _combined(every, places, _name_of(path), weights)
-                self._keep(path, _like(values[-1], total))
+                # A number may be an integer for some micro-batches only, as `min(1, x)` is.
+                kind = next((value for value in values if not _is_count(value)), values[-1])
+                self._keep(path, _like(kind, total))
 
     def confirm(self) -> dict[Path, bool]:
         """Return `anew` after the third round, with those values that follow from others which
@@ -319,7 +329,7 @@ def _values_in(module: nn.Module) -> dict[Path, Any]:
     of the user's, too; buffers and parameters are none.
     """
     own = {n: v for n, v in vars(module).items() if n not in _OF_LIGHTNING}
-    return dict(_walk(own, (), _DEPTH))
+    return dict(islice(_walk(own, (), _DEPTH), _MOST))
 
 
 def _walk(held: Mapping[Any, Any], path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
@@ -350,7 +360,13 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
         return value
     if isinstance(value, list):
         return dict(enumerate(value)) if len(value) <= _FEW else None
-    return vars(value) if is_object(value) else None
+    if not is_object(value):
+        return None
+    # An object of a package, such as the run of a logger, has states of its own; a meter has values
+    # alone.
+    is_own = is_of_user(type(value).__module__)
+    held = vars(value)
+    return held if is_own or all(v is None or _is_value(v) for v in held.values()) else None
 
 
 def _holder(module: nn.Module, path: Path) -> Any:

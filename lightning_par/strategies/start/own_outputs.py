@@ -134,10 +134,10 @@ def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) 
             "the loss of training_step depends on what an earlier training_step has left in "
             f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
             "leaves there what it computes from its own samples, so the next loss would differ "
-            "from one process.\nWhat to write: use num_microbatches=1 and data_parallel_size=1; "
-            "or keep a number that does not depend on the samples; or return the number as "
-            "{'loss': loss, 'x': x} and keep outputs['x'] in on_train_batch_end, where it is that "
-            "of the whole batch.\nNo weight was changed.",
+            "from one process.\nWhat to write: log the number, self.log('x', x, sync_dist=True), "
+            "and keep trainer.callback_metrics['x'] in on_train_batch_end, where it is that of the "
+            "whole batch; or use num_microbatches=1 and data_parallel_size=1.\nNo weight was "
+            "changed.",
         )
 
 

@@ -142,9 +142,10 @@ class PipelinedSteps:
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
         self._writes = StepWrites(module, executor.stages, self._source, self._group)
-        of_rank: Any = {"stages": len(executor.stages), "divides": num_microbatches > 1}
-        self._buffers = StageBuffers(module, counts, **of_rank)
-        self._values = AttributeValues(module, **of_rank)
+        stages, divides = len(executor.stages), num_microbatches > 1
+        self._buffers = StageBuffers(module, counts, stages=stages, divides=divides)
+        divides |= not self._is_only_replica
+        self._values = AttributeValues(module, stages=stages, divides=divides)
         self._attributes_sent = world.broadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 

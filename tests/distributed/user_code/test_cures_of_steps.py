@@ -362,6 +362,32 @@ def a_list_in_the_place_of_a_generator(cured: bool) -> nn.Module:
 
 
 @CURES.add(
+    "LP325",
+    r"(?s)depends on what an earlier .*self\.kept.*and keep trainer\.callback_metrics",
+    "zero1pp2",
+    options={"strategy": {"verify": False}},
+)
+def a_mean_that_the_next_step_adds(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        kept: Any = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            moved = loss * (1 + 0.1 * self.kept)
+            if cured:
+                self.log("x", loss.detach(), sync_dist=True)
+            else:
+                self.kept = loss.detach()
+            return moved
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if cured:
+                self.kept = self.trainer.callback_metrics["x"]
+
+    return Module()
+
+
+@CURES.add(
     "LP713",
     r"in different places.*the same decision, such as should_stop, .*trainer\.strategy\.broadcast",
     "zero1",
