@@ -83,7 +83,7 @@ class Keeping(PlainModule):
             "counts": dict(self.counts),
             "sums": dict(self.sums),
             "pair": list(self.pair),
-            "loss": float(self.loss_of_step),
+            "loss": float(self.loss_of_step.detach()),
             "inputs": self.inputs.tolist(),
         }
 
