@@ -8,36 +8,50 @@ is then the same (a count of steps), or is combined like a logged number: as a m
 or a moving average of losses), as a sum (the number of tokens), or joined along dim 0 (outputs of
 the samples).
 
-A minimum of losses is combined in no such way, and is told. So each value is looked at from two
-beginnings.
+A minimum of losses is combined in no such way, and is told. So a look has three rounds: the whole
+and its parts; the parts once more, one after the other; the whole and its parts, from what the
+whole has left.
+
+Followed is what stands in containers and objects that are there when a step begins. A new dict that
+a step puts in the place of an old one is what the last micro-batch has made.
+
+Length: the rounds of a look, and what they mean for numbers, tensors and arrays alike.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.observe.contents import is_container
 from lightning_par.observe.outside import is_of_user
 from lightning_par.strategies.components.step_attributes import is_object
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.step_traces import LogCall
+from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["AttributeValues"]
+__all__ = ["AttributeValues", "Learned"]
 
 Path = tuple[str | int, ...]
 """Name of an attribute of the LightningModule, and the keys of what is inside of it."""
+Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path]]
+"""What a look has found: values that begin anew -> whether they are joined; what the whole has left
+of those that parts leave otherwise; values that go on.
+"""
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
-_DEPTH, _FEW, _MOST = 4, 64, 4096
-"""How deep values may lie, how many entries a container of them has, and how many there are."""
-_TOLERANCE = 1e-4
+_DEPTH, _FEW, _MOST, _LARGEST = 4, 64, 4096, 2**20
+"""How deep values may lie, how many entries a container of them has, how many values there are, and
+how many entries one has.
+"""
+_ABSENT: Any = object()
 
 
 class AttributeValues:
@@ -53,18 +67,19 @@ class AttributeValues:
         is_known: Whether no look has to tell anything any more.
     """
 
-    def __init__(self, module: nn.Module, *, stages: int, divides: bool) -> None:
+    def __init__(self, module: pl.LightningModule, *, stages: int, divides: bool) -> None:
         self._module, self._stages = module, stages
-        self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
-        self._going: list[Path] = []  # what goes on from one micro-batch to the next
         self.anew: dict[Path, bool] = {}
         self.is_known = not divides
-        self._start: dict[Path, Any] = {}  # their copies
-        self._held: dict[Path, Any] = {}  # what the module holds itself
-        self._given: dict[Path, Any] = {}  # what a micro-batch gets in its place
-        self._ends: dict[int, dict[Path, Any]] = {}
-        self._left: dict[Path, Any] = {}  # by the samples of a look, where parts leave otherwise
-        self._runs = 0  # of a look, on some samples and on their parts
+        self._going: list[Path] = []  # what goes on from one micro-batch to the next
+        self._left: dict[Path, Any] = {}  # by the whole of a look, where parts leave otherwise
+        self._runs = 0  # of a round of a look
+        self._holders: dict[Path, Any] = {}  # dicts and lists, by what leads to them
+        self._raw: dict[Path, Any] = {}  # what stood there when the step began
+        self._start: dict[Path, Any] = {}  # copies of the values among it
+        self._given: dict[Path, tuple[Any, int]] = {}  # to a micro-batch; and its count of changes
+        self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
+        self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
 
     @property
     def is_active(self) -> bool:
@@ -72,33 +87,38 @@ class AttributeValues:
         return bool(self.anew or self._runs or (self._going and self._stages > 1))
 
     def begin(self) -> None:
-        """Note what is there before a step."""
-        self._note(self._now() if self.anew else {})
+        """Note what is there before a training step."""
+        self._clear()
+        names = [*self.anew, *(self._going if self._stages > 1 else ())]
+        found = {path[:-1]: _holder(self._module, path) for path in names}
+        self._holders = {place: held for place, held in found.items() if held is not None}
+        self._note(path for path in names if path[:-1] in self._holders)
 
     @contextmanager
     def look(self, runs: int) -> Iterator[None]:
-        """Surrounds a look at the step. If it has to learn, it has three rounds: on some samples
-        and on their parts; on the parts once more, one after the other; as the first, but from what
-        the samples have left.
+        """Surrounds a look at the step, on some samples and on their parts.
 
         Args:
-            runs: Number of runs of the first round.
+            runs: Number of runs of a round.
         """
-        self._note(_values_in(self._module))
+        self._clear()
+        own = {n: v for n, v in vars(self._module).items() if n not in _OF_LIGHTNING}
+        self._holders = {(): vars(self._module), **dict(_holders_in(own, (), _DEPTH))}
+        self._note(path for path, _ in self._entries())
         self._runs = runs
         try:
             yield
         finally:
             self._runs, self._left = 0, {}
-            self._note({})
+            self._clear()
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
         """Surrounds the user's step on a micro-batch, for one stage.
 
         Args:
-            index: Of the micro-batch, or of the run of a look: each round begins with a multiple of
-                the number of runs.
+            index: Of the micro-batch, or of the run of a look: a round begins with each multiple of
+                the number of its runs. The last run of the second round is left alone.
         """
         if not self._runs or index <= self._runs:  # also the first of those one after the other
             self._put(self._start)
@@ -108,117 +128,101 @@ class AttributeValues:
         self._counts[index] += 1
         aside: dict[Path, Any] = {}
         if self._counts[index] < self._stages:
-            aside = _values_in(self._module) if self._runs else self._now(self._going)
+            aside = self._now() if self._runs else self._now(self._going)
             for path, value in _copies(aside).items():
-                _put_at(self._module, path, value)
+                self._holders[path[:-1]][path[-1]] = value
         try:
             yield
         finally:
-            self._ends[index] = _values_in(self._module) if self._runs else self._now()
+            now = self._now() if self._runs else self._now(self.anew)
+            # Copies in a look, in which later runs may write to the same tensor.
+            self._ends[index] = _copies(now) if self._runs else _detached(now)
             for path, value in aside.items():
-                _put_at(self._module, path, value)
+                self._holders[path[:-1]][path[-1]] = value
 
-    def learn(self) -> tuple[dict[Path, bool], dict[Path, Any]]:
-        """Return, after two rounds of a look, which values begin anew with each micro-batch, as
-        `anew` says; and what the samples have left of those that parts leave otherwise.
-        """
-        found: dict[Path, bool] = {}
-        self._going = []
-        whole, *parts = (self._ends.get(at, {}) for at in range(2 * self._runs - 1))
+    def learn(self) -> Learned:
+        """Return what two rounds of a look tell."""
+        found: Learned = ({}, {}, [])
+        tolerance = self._tolerance
+        whole, *rest = (self._ends.get(at, {}) for at in range(2 * self._runs - 1))
         for path, value in whole.items():
-            own, start = [held.get(path) for held in parts], self._start.get(path)
-            is_entry = start is None and isinstance(path[-1], int)  # what came to a list
-            if is_entry or any(each is None for each in own) or _is_same(value, start):
+            own, start = [held.get(path) for held in rest], self._start.get(path)
+            is_new_entry = start is None and isinstance(self._holders[path[:-1]], list)
+            if is_new_entry or any(each is None for each in own) or _is_same(value, start):
                 continue
-            anew, after = own[: self._runs - 1], own[self._runs - 1 :]
+            parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
             shapes = {np.shape(each) for each in (value, *own)}
-            if len(shapes) > 1 and _is_joined(anew, value):
-                found[path] = True
-            elif len(shapes) == 1 and not _goes_on(start, value, anew, after):
-                found[path] = False
-            elif len(shapes) == 1:
-                self._going.append(path)
-        differing = (
-            path
-            for path in found
-            if not all(_is_same(part[path], whole[path]) for part in parts[: self._runs - 1])
-        )
-        return found, _copies({path: whole[path] for path in differing})
-
-    def take(self, found: tuple[dict[Path, bool], dict[Path, Any]] | None) -> bool:
-        """Take what the last stage has learned; return whether a third round has to follow."""
-        self.is_known = found is not None
-        self.anew, self._left = found or ({}, {})
-        return bool(self.anew)
-
-    def calls(self) -> list[list[LogCall]]:
-        """Return what the runs of the first round of a look, and of the third, have left, as calls
-        that log a mean.
-        """
-        found: list[list[LogCall]] = [[] for _ in range(self._runs)]
-        for path in (path for path, is_joined in self.anew.items() if not is_joined):
-            for at, made in enumerate(found):
-                name = _name_of(path)
-                for told, run in ((name, at), (f"{name} in a later step", at + 2 * self._runs)):
-                    end = self._ends.get(run, {}).get(path)
-                    if end is not None and (run == at or path in self._left):
-                        value = _mark(_wide(end))
-                        made.append(LogCall(name=told, value=value, metric=None, options={}))
+            if len(shapes) > 1 and not _is_joined(parts, value, tolerance):
+                continue
+            if len(shapes) == 1 and _goes_on(start, value, parts, in_a_row, tolerance):
+                found[2].append(path)
+                continue
+            found[0][path] = len(shapes) > 1
+            if not all(_is_same(part, value) for part in parts):
+                found[1][path] = value
         return found
 
-    def merge(self, weights: BatchWeights | None) -> None:
-        """Put the values of the batch into the module, after all micro-batches of a step.
+    @property
+    def _tolerance(self) -> float:
+        """Relative difference that roundings make."""
+        return 2e-2 if "16" in str(self._module.trainer.precision) else 1e-4
+
+    def take(self, found: Learned | None) -> bool:
+        """Take what the last stage has learned; return whether a third round has to follow.
 
         Args:
-            weights: Of the micro-batches; it knows which numbers are sums. None on other stages
-                than the last one: those before the step, of which `StepAttributes` sends changes.
-        """
-        if weights is None:
-            for path in self._now():
-                if path in self._held:
-                    _put_at(self._module, path, self._held[path])
-        else:
-            self._merge(weights)
-        self._note({})  # let go of what a batch has left
+            found: By the last stage of this replica; None: a look came to no end.
 
-    def _merge(self, weights: BatchWeights) -> None:
-        ends = sorted(self._ends.items())
-        for path, is_joined in self.anew.items() if len(ends) > 1 else ():
-            places = [at for at, end in ends if path in end]
-            values = [self._ends[at][path] for at in places]
-            if is_joined and values:
-                join = torch.cat if isinstance(values[0], Tensor) else np.concatenate
-                self._keep(path, join([_detached(value) for value in values]))
-            elif len({np.shape(value) for value in values}) == 1:
-                every = torch.stack([_wide(value) for value in values])
-                total = _combined(every, places, _name_of(path), weights)
-                # A number may be an integer for some micro-batches only, as `min(1, x)` is.
-                kind = next((value for value in values if not _is_count(value)), values[-1])
-                self._keep(path, _like(kind, total))
+        **Communicates**: what begins anew, over all ranks, which decide alike.
+        """
+        every: list[dict[Path, bool] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, None if found is None else found[0])
+        self.is_known = all(each is not None for each in every)
+        self.anew, self._left, self._going = found or ({}, {}, [])
+        others = {path: joined for each in every for path, joined in (each or {}).items()}
+        self.anew = others | self.anew if self.is_known else {}
+        return bool(self.anew)
 
     def confirm(self) -> dict[Path, bool]:
         """Return `anew` after the third round, with those values that follow from others which
         begin anew, such as an average that is computed from a sum.
         """
         whole, last = (self._ends.get(at, {}) for at in (2 * self._runs, 3 * self._runs - 1))
-        others = {
-            path: False
-            for path in whole.keys() & last.keys() - self.anew.keys()
-            if np.shape(whole[path]) == np.shape(last[path])
-            and (path in self._start or isinstance(path[-1], str))
-            and not _is_near(*(_change(self._start.get(path), end[path]) for end in (last, whole)))
-        }
+        others = {}
+        for path in self._going:
+            if path in whole and path in last and np.shape(whole[path]) == np.shape(last[path]):
+                change, end = (_change(self._start.get(path), e[path]) for e in (whole, last))
+                if not _is_near(end, change, self._tolerance):
+                    others[path] = False
         return self.anew | others
 
     def _beginning(self, run: int) -> dict[Path, Any]:
         """Return with which values a run of the third round begins."""
         # A part cannot begin with what the rows of the whole have left.
-        left = {path: v for path, v in self._left.items() if not run or not self.anew[path]}
+        left = {path: v for path, v in self._left.items() if not run or not self.anew.get(path)}
         begins = self._start | left
         if run < 2:
             return begins
         # What does not begin anew goes on, as it will in steps.
-        return {**_values_in(self._module), **{p: begins[p] for p in self.anew if p in begins}}
+        return {**self._now(), **{path: begins[path] for path in self.anew if path in begins}}
+
+    def calls(self, runs: int) -> list[list[LogCall]]:
+        """Return what the runs of the first round of a look, and of the third, have left, as calls
+        that log a mean; of a look at another step none.
+
+        Args:
+            runs: Number of runs of a round.
+        """
+        found: list[list[LogCall]] = [[] for _ in range(runs)]
+        for path in (path for path, is_joined in self.anew.items() if not is_joined):
+            name = _name_of(path)
+            for at, made in enumerate(found):
+                for told, run in ((name, at), (name + _LATER, at + 2 * self._runs)):
+                    end = self._ends.get(run, {}).get(path)
+                    if end is not None and (run == at or path in self._left):
+                        value = _mark(_wide(end))
+                        made.append(LogCall(name=told, value=value, metric=None, options={}))
+        return found
 
     def follows(self, losses: Sequence[float], *, is_alone: bool) -> bool:
         """Return whether the loss follows from what an earlier step has left, where each replica or
@@ -230,171 +234,241 @@ class AttributeValues:
         """
         if len(losses) <= self._runs or (is_alone and not any(self.anew.values())):
             return False
-        one, other = losses[0], losses[-1]
-        return math.isfinite(one) and not math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+        one, other, rounding = losses[0], losses[-1], self._tolerance / 10
+        return math.isfinite(one) and not math.isclose(one, other, rel_tol=rounding, abs_tol=1e-12)
 
-    def _note(self, held: dict[Path, Any]) -> None:
-        self._ends.clear()
-        self._given.clear()
-        self._counts.clear()
-        self._held, self._start = held, _copies(held)
+    def put_back(self) -> None:
+        """Put back what was there before a step, on other stages than the last one, which has
+        merged; what that has changed comes from `StepAttributes`.
+        """
+        for path in self.anew:
+            if path in self._raw:
+                self._put_raw(path)
+        self._clear()
+
+    def merge(self, weights: BatchWeights) -> None:
+        """Put the values of the batch into the module, after all micro-batches of a step.
+
+        Args:
+            weights: Of the micro-batches; it knows which numbers are sums.
+        """
+        for path, is_joined in self.anew.items():
+            places = [at for at, end in sorted(self._ends.items()) if path in end]
+            values = [self._ends[at][path] for at in places]
+            shapes = {np.shape(value) for value in values}
+            if is_joined and values and all(shapes):
+                self._keep(path, _joined(values))
+            elif len(shapes) == 1 and not is_joined:
+                self._keep(path, _combined(values, self._start.get(path), places, path, weights))
+        self._clear()
+
+    def _clear(self) -> None:
+        for held in (self._holders, self._raw, self._start, self._given, self._ends, self._counts):
+            held.clear()
+
+    def _note(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._raw[path] = _entry(self._holders[path[:-1]], path[-1])
+        self._start = _copies({path: raw for path, raw in self._raw.items() if _is_value(raw)})
+
+    def _entries(self) -> Iterator[tuple[Path, Any]]:
+        """Yield what stands in the holders."""
+        for place, held in self._holders.items():
+            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+                if isinstance(key, str | int) and (place or key not in _OF_LIGHTNING):
+                    yield (*place, key), value
 
     def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
-        paths = self.anew if paths is None else paths
-        found = {path: _value_at(self._module, path) for path in paths}
-        return {path: value for path, value in found.items() if value is not None}
+        found: Iterable[tuple[Path, Any]] = self._entries()
+        if paths is not None:
+            places = (path for path in paths if path[:-1] in self._holders)
+            found = ((path, _entry(self._holders[path[:-1]], path[-1])) for path in places)
+        values = {path: value for path, value in found if _is_value(value)}
+        return dict(list(values.items())[:_MOST])
 
     def _put(self, values: Mapping[Path, Any]) -> None:
-        """Give these values to the module; in a look others than these are taken away."""
-        now = _values_in(self._module) if self._runs else self._now()
+        """Let these be the values; what was none when the step began is that again."""
+        now = self._now() if self._runs else self._now(self.anew)
         for path in now.keys() - values.keys():
-            holder = _holder(self._module, path)
-            if isinstance(holder, dict):  # a list keeps what came to it, such as outputs
-                del holder[path[-1]]
+            self._put_raw(path)
+        fresh = {
+            path: value
+            for path, value in values.items()
+            if path[:-1] in self._holders
+            and (path in self.anew if not self._runs else not _is_same(now.get(path), value))
+        }
         # Copies: a backward that is to come may need those of an earlier micro-batch.
-        for path, value in _copies(values).items():
-            if not self._runs or path not in now or not _is_same(now[path], value):
-                self._given[path] = value
-                _put_at(self._module, path, value)
+        for path, value in _copies(fresh).items():
+            holder = self._holders[path[:-1]]
+            if _takes_entry(holder, path[-1]):
+                self._given[path] = value, _changes_of(value)
+                holder[path[-1]] = value
+
+    def _put_raw(self, path: Path) -> None:
+        holder, raw = self._holders.get(path[:-1]), self._raw.get(path, _ABSENT)
+        if isinstance(holder, dict) and raw is _ABSENT:
+            holder.pop(path[-1], None)
+        elif holder is not None and raw is not _ABSENT and _takes_entry(holder, path[-1]):
+            holder[path[-1]] = raw
 
     def _keep(self, path: Path, value: Any) -> None:
         """Put a value of the batch into the module; into the tensor or array that it held, if the
         step wrote there, as others may hold the same one.
         """
-        held, given = self._held.get(path), self._given.get(path)
-        is_written = given is not None and _value_at(self._module, path) is given
-        if is_written and isinstance(held, Tensor | np.ndarray) and held.shape == value.shape:
-            with torch.no_grad():
-                held[...] = value
-            value = held
-        _put_at(self._module, path, value)
+        holder, raw = self._holders[path[:-1]], self._raw.get(path)
+        given, changes = self._given.get(path, (_ABSENT, 0))
+        if _entry(holder, path[-1]) is given and isinstance(raw, Tensor | np.ndarray):
+            is_written = _changes_of(given) != changes
+            if is_written and np.shape(raw) == np.shape(value) and _takes(raw):
+                with torch.no_grad():
+                    raw[...] = value
+            value = raw if not is_written or _takes(raw) else value
+        if _takes_entry(holder, path[-1]):
+            holder[path[-1]] = value
 
 
-def _goes_on(start: Any, whole: Any, anew: Sequence[Any], after: Sequence[Any]) -> bool:
+_LATER = " in a later step"
+
+
+def _goes_on(
+    start: Any, whole: Any, parts: Sequence[Any], in_a_row: Sequence[Any], tolerance: float
+) -> bool:
     """Whether the parts, one after the other, leave a value as the whole does.
 
     Args:
         start: Before the step.
         whole: After the step on all samples.
-        anew: After the step on each part.
-        after: After the step on each part, where the first one began with `start`.
+        parts: After the step on each part.
+        in_a_row: After the step on each part, where the first one began with `start`.
+        tolerance: Of roundings, relative.
     """
-    change, end = _change(start, whole), _change(start, after[-1])
-    if not _is_near(end, change):
-        return False
+    change, end = _change(start, whole), _change(start, in_a_row[-1])
     # The losses of a model that knows nothing yet are all equal, and one of them seems to be the
     # largest. Counts are what they seem.
-    is_tied = all(_is_near(_change(start, value), change) for value in anew)
-    return not is_tied or _is_count(whole)
+    is_tied = all(_is_near(_change(start, value), change, tolerance) for value in parts)
+    return _is_near(end, change, tolerance) and (_is_count(whole) or not is_tied)
 
 
-def _is_near(change: Tensor, whole: Tensor) -> bool:
+def _is_near(change: Tensor, whole: Tensor, tolerance: float) -> bool:
     if not bool(torch.isfinite(whole).all()):
         return bool(torch.equal(change, whole))
-    return bool(((change - whole).abs() <= _TOLERANCE * whole.abs().max()).all())
+    return bool(((change - whole).abs() <= tolerance * whole.abs().max()).all())
 
 
-def _combined(values: Tensor, places: list[int], name: str, weights: BatchWeights) -> Tensor:
+def _combined(
+    values: Sequence[Any], start: Any, places: list[int], path: Path, weights: BatchWeights
+) -> Any:
     """Return the value of the batch.
 
     Args:
-        values: [m, ...], of micro-batches.
+        values: Of micro-batches.
+        start: Of which they began.
         places: Their numbers.
-        name: Of the value.
+        path: What leads to it.
         weights: Of the micro-batches.
     """
-    if name in weights.sums:
-        return values.sum(0)
-    shares = weights.shares.to(values)[places]
+    name = _name_of(path)
+    is_sum = name in weights.sums
+    # Nothing has to be computed, nor a device waited for.
+    if not is_sum and not any(isinstance(v, Tensor) for v in values) and _all_equal(values):
+        return values[-1]
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    every = torch.stack([_wide(value).to(device) for value in values])
+    # A number may be an integer for some micro-batches only, as `min(1, x)` is.
+    kind = next((value for value in values if not _is_count(value)), values[-1])
+    if is_sum:
+        # A sum over samples whose roundings hid that it goes on adds to what was there.
+        adds = name + _LATER not in weights.sums and np.shape(start) == np.shape(values[0])
+        begin = _wide(start).to(device) if adds else torch.zeros_like(every[0])
+        return _like(kind, begin + (every - begin).sum(0))
+    shares = weights.shares.to(every)
     if name in weights.by_samples:
-        shares = shares.new_tensor([float(weights.sizes[at]) for at in places])
+        shares = torch.tensor([float(size) for size in weights.sizes]).to(every)
+    shares = shares if len(places) == len(shares) else shares[places]
     # Without a weight every micro-batch counts.
     shares = torch.where(shares.sum() > 0, shares, torch.ones_like(shares))
     # NaN where the weight is 0 does not matter.
-    weighed = torch.where(shares > 0, values.movedim(0, -1), 0) * shares
-    return weighed.sum(-1) / shares.sum()
+    weighed = torch.where(shares > 0, every.movedim(0, -1), 0) * shares
+    return _like(kind, weighed.sum(-1) / shares.sum())
 
 
-def _is_joined(parts: Sequence[Any], whole: Any) -> bool:
+def _all_equal(values: Sequence[Any]) -> bool:
+    return all(_is_same(value, values[0]) for value in values)
+
+
+def _is_joined(parts: Sequence[Any], whole: Any, tolerance: float) -> bool:
     """Whether the values of the parts, joined along dim 0, are that of the whole."""
     shape, shapes = np.shape(whole), [np.shape(part) for part in parts]
     if not shape or any(not each or each[1:] != shape[1:] for each in shapes):
         return False
     joined = torch.cat([_wide(part) for part in parts])
-    return joined.shape == shape and torch.allclose(joined, _wide(whole), _TOLERANCE, _TOLERANCE)
+    return joined.shape == shape and torch.allclose(joined, _wide(whole), tolerance, tolerance)
 
 
-def _values_in(module: nn.Module) -> dict[Path, Any]:
-    """Return the numbers, tensors and arrays in attributes of a module, in containers and objects
-    of the user's, too; buffers and parameters are none.
-    """
-    own = {n: v for n, v in vars(module).items() if n not in _OF_LIGHTNING}
-    return dict(islice(_walk(own, (), _DEPTH), _MOST))
+def _joined(values: Sequence[Any]) -> Any:
+    """Return values joined along dim 0; the last one, where that is not possible."""
+    if len({(type(value), np.shape(value)[1:]) for value in values}) > 1:
+        return values[-1]
+    return torch.cat(list(values)) if isinstance(values[0], Tensor) else np.concatenate(values)
 
 
-def _walk(held: Mapping[Any, Any], path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
+def _holders_in(held: Mapping[Any, Any], path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
+    """Yield the containers in attributes, and the attributes of objects of the user's."""
     for key, value in held.items():
-        if not isinstance(key, str | int):
-            continue
-        if _is_value(value):
-            yield (*path, key), value
-            continue
-        inside = _inside(value) if depth else None
+        inside = _inside(value) if depth and isinstance(key, str | int) else None
         if inside is not None and len(inside) <= _FEW:
-            yield from _walk(inside, (*path, key), depth - 1)
+            yield (*path, key), inside
+            entries = inside if isinstance(inside, dict) else dict(enumerate(inside))
+            yield from _holders_in(entries, (*path, key), depth - 1)
 
 
-def _is_value(value: Any) -> bool:
-    if type(value) is Tensor:
-        is_other = value.is_complex() or value.dtype == torch.bool or value.is_meta
-        return value.layout == torch.strided and not is_other and value.numel() > 0
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "iuf" and value.size > 0
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    return is_number and not isinstance(value, bool)
-
-
-def _inside(value: Any) -> Mapping[Any, Any] | None:
+def _inside(value: Any) -> Any:
     """Return what a container or an object of the user's holds, by its keys; None if it is none."""
-    if isinstance(value, dict):
+    if isinstance(value, list | dict) and is_container(value):
         return value
-    if isinstance(value, list):
-        return dict(enumerate(value)) if len(value) <= _FEW else None
-    if not is_object(value):
+    if isinstance(value, list | dict) or not is_object(value):
         return None
     # An object of a package, such as the run of a logger, has states of its own; a meter has values
     # alone.
-    is_own = is_of_user(type(value).__module__)
     held = vars(value)
+    is_own = is_of_user(type(value).__module__)
     return held if is_own or all(v is None or _is_value(v) for v in held.values()) else None
 
 
 def _holder(module: nn.Module, path: Path) -> Any:
-    """Return the dict or list in which a value stands; None if it is not there any more."""
+    """Return the dict or list in which a value stands; None if it is not there."""
     held: Any = vars(module)
     for key in path[:-1]:
-        try:
-            value = held[key]
-        except (KeyError, IndexError):
-            return None
+        value = _entry(held, key)
         held = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
         if held is None:
             return None
     return held
 
 
-def _value_at(module: nn.Module, path: Path) -> Any:
-    try:
-        value = _holder(module, path)[path[-1]]
-    except (IndexError, KeyError, TypeError):
-        return None
-    return value if _is_value(value) else None
+def _takes_entry(holder: Any, key: Any) -> bool:
+    """Whether an entry can be set: a step may have taken it out of a list."""
+    return isinstance(holder, dict) or _entry(holder, key) is not _ABSENT
 
 
-def _put_at(module: nn.Module, path: Path, value: Any) -> None:
-    holder = _holder(module, path)
-    if isinstance(holder, dict) or (isinstance(holder, list) and int(path[-1]) < len(holder)):
-        holder[path[-1]] = value  # type: ignore[index]
+def _entry(holder: Any, key: Any) -> Any:
+    if isinstance(holder, dict):
+        # Not `holder[key]`, by which a defaultdict would make one.
+        return holder.get(key, _ABSENT)
+    return holder[key] if isinstance(key, int) and key < len(holder) else _ABSENT
+
+
+def _is_value(value: Any) -> bool:
+    if type(value) is Tensor:
+        is_other = value.is_complex() or value.is_meta or value.is_inference()
+        return value.layout == torch.strided and not is_other and 0 < value.numel() <= _LARGEST
+    if type(value) is np.ndarray:
+        return value.dtype.kind in "biuf" and 0 < value.size <= _LARGEST
+    return type(value) in (bool, int, float) or isinstance(value, np.integer | np.floating)
+
+
+def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {p: v.detach() if isinstance(v, Tensor) else v for p, v in values.items()}
 
 
 def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -403,39 +477,58 @@ def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
     return {path: copies[id(value)] for path, value in values.items()}
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+def _changes_of(value: Any) -> int:
+    """Return a number that is another one after something was written to a tensor or an array."""
+    if isinstance(value, Tensor):
+        return count_of_changes(value)
+    return hash(value.tobytes()) if isinstance(value, np.ndarray) else 0
+
+
+def _takes(value: Tensor | np.ndarray) -> bool:
+    """Whether a tensor or an array can be written to."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable)
+    is_spread = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
+    return not (value.requires_grad or is_spread)
+
+
 def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+    if type(one) is not type(other) or np.shape(one) != np.shape(other):
         return False
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return bool(np.array_equal(one, other, equal_nan=True))
+        if one.device != other.device or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
+    return bool(one == other or (one != one and other != other))
 
 
 def _is_count(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return not value.is_floating_point()
+        return not value.is_floating_point() and value.dtype != torch.bool
     return np.asarray(value).dtype.kind in "iu"
 
 
 def _wide(value: Any) -> Tensor:
     """Return a value in float64."""
-    return torch.as_tensor(_detached(value), dtype=torch.float64)
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.from_numpy(np.array(value, dtype=np.float64, order="C"))
 
 
 def _change(before: Any, end: Any) -> Tensor:
     """Return what was added to a value; all of it, where there was none of its shape."""
-    is_new = before is None or np.shape(before) != np.shape(end)
-    return _wide(end) if is_new else _wide(end) - _wide(before)
+    made = _wide(end)
+    if before is None or np.shape(before) != np.shape(end):
+        return made
+    return made - _wide(before).to(made.device)
 
 
 def _mark(value: Tensor) -> float:

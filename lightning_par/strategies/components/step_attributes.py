@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
@@ -38,6 +39,8 @@ _FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _SETTINGS = (bool, int, float, tuple)
 """Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
 _DEPTH, _FEW = 4, 32
+_SMALL = 2**20
+"""Bytes of an array whose contents are compared; a larger one is data."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class _Held:
         elif isinstance(value, dict) or is_object(value):
             now = value if isinstance(value, dict) else vars(value)
             content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, np.ndarray) and value.nbytes <= _SMALL:
             content = value.tobytes()
         # An inference tensor counts no changes; a tensor otherwise does, also through views.
         elif isinstance(value, Tensor) and not value.is_inference():
@@ -352,8 +355,11 @@ def _sendable(values: list[Any]) -> list[Any] | None:
 def _take(change: Any, before: _Held | None, value: Any) -> Any:
     """Return a value with the changes of the last stage; lists and dicts are changed in place."""
     if isinstance(change, _Replaced):
-        if change.is_written and np.shape(value) == np.shape(change.value):
-            value[...] = change.value  # whoever else holds it sees it
+        is_alike = type(value) is type(change.value)
+        is_alike = is_alike and np.shape(value) == np.shape(change.value)
+        if change.is_written and is_alike and not getattr(value, "requires_grad", False):
+            with torch.no_grad():
+                value[...] = change.value  # whoever else holds it sees it
             return value
         return change.value
     if isinstance(change, _Appended):

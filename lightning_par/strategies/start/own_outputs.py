@@ -13,7 +13,13 @@ from lightning_par.strategies.step.metrics import OF_METRIC
 from lightning_par.strategies.step.returned import warn_of_results
 from lightning_par.strategies.step.step_report import StepReport
 
-__all__ = ["check_hyperparameters", "check_tensor_ranks", "warn_of_logs", "warn_of_own_outputs"]
+__all__ = [
+    "check_hyperparameters",
+    "check_left_values",
+    "check_tensor_ranks",
+    "warn_of_logs",
+    "warn_of_own_outputs",
+]
 
 _LOOPS = {"training_step": "train", "validation_step": "validation", "test_step": "test"}
 _JOINS = frozenset({"all_gather", "all_gather_object", "all_reduce", "gather_object", "reduce"})

@@ -194,7 +194,7 @@ class PipelinedSteps:
             return weighted if factor is None else weighted * factor
 
         signatures = [signature(part, "training") for part in parts]
-        self._begin_step()
+        self._begin_step(trains=True)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
@@ -282,13 +282,13 @@ class PipelinedSteps:
         key, count, trains = ("first look",), len(batches), name == "training_step"
         self._attributes.begin()
         has_failed: Callable[[], bool] = lambda: refusal() is not None  # noqa: E731
-        is_known = self._buffers.is_known and self._values.is_known
-        learns = trains and count > 1 and not is_known
+        of_buffers = trains and count > 1 and not self._buffers.is_known
+        learns = of_buffers or (trains and count > 1 and not self._values.is_known)
         # Copies, as the step may write into its batch.
         again = [*batches[1:], batches[1], *batches] if learns else []
         again = [map_tensors(batch, Tensor.clone) for batch in again]
         given = name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
-        buffers = self._buffers.look(count - 1) if learns else nullcontext()
+        buffers = self._buffers.look(count - 1) if of_buffers else nullcontext()
         values = self._values.look(count) if trains else nullcontext()
         with torch.no_grad(), buffers, values:
             run = self._forward_only(*given, cut=(0, 1))
@@ -298,8 +298,9 @@ class PipelinedSteps:
             self._attributes.begin()
             if count > 1:
                 run.results |= self._forward_only(*given, cut=(1, 2 * count)).results
-            learned = self._values.learn() if learns and run.results and not has_failed() else None
-            if learns and self._values.take(self.from_last_stage(learned)):
+            can_learn = learns and bool(run.results) and not has_failed()
+            learned = self.from_last_stage(self._values.learn() if can_learn else None)
+            if learns and self._values.take(learned):
                 run.results |= self._forward_only(*given, cut=(2 * count, None)).results
                 self._values.anew = self.from_last_stage(self._values.confirm())
             found = None
@@ -307,8 +308,7 @@ class PipelinedSteps:
                 ends = (i for i in (*range(count), 2 * count) if trains and i in run.results)
                 losses = [float(loss_of(run.results[i]).detach()) for i in ends]
                 returned = [returned_numbers(name, run.results[i]) for i in range(count)]
-                left = self._values.calls() if trains else [[] for _ in calls]
-                rows = zip(calls, returned, left, strict=True)
+                rows = zip(calls, returned, self._values.calls(count), strict=True)
                 found = watch.report(
                     losses=[(loss,) for loss in losses[:count]],
                     logs=[numbers_of([*c, *r, *n]) for c, r, n in rows],
@@ -430,7 +430,6 @@ class PipelinedSteps:
     ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
         """Give every stage the loss, other results and logs of the last one, and what it left."""
         found = None
-        self._values.merge(weights if losses else None)
         if losses:
             shares = weights.shares
             values = torch.stack([losses[i] for i in sorted(losses)])
@@ -439,15 +438,16 @@ class PipelinedSteps:
             value = torch.where(total > 0, mean, values.mean()).to(values.dtype)
             value = values.sum() if weights.is_sum else value
             results = [run.results[i] for i in sorted(run.results)]
-            extras = None
-            if isinstance(results[0], Mapping):
-                extras = map_tensors(merge_training(results, weights), Tensor.detach)
+            merged = merge_training(results, weights) if isinstance(results[0], Mapping) else None
+            extras = None if merged is None else map_tensors(merged, Tensor.detach)
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, shares, *names, weights.sizes)
+            self._values.merge(weights)
             left = self._attributes.changes(), self._writes.take()
             found = value, extras, logs, left
         run.results.clear()
         value, extras, logs, (left, written) = self._results.broadcast(found)
+        self._values.put_back()
         self._take_attributes(left)
         self._writes.write("training_step", written, len(calls))
         return value, extras, logs
@@ -459,8 +459,9 @@ class PipelinedSteps:
             self._weigher.judged |= unknown
             warn_of_results(unknown)
 
-    def _begin_step(self) -> None:
-        self._values.begin()
+    def _begin_step(self, *, trains: bool = False) -> None:
+        if trains:
+            self._values.begin()
         self._attributes.begin()
         self._writes.take()  # what a look has left that came to no end
         self._metrics.is_new = True

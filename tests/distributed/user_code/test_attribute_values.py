@@ -47,6 +47,12 @@ class Keeping(PlainModule):
         self.of_samples, self.of_steps, self.pair = Meter(), Meter(), [0.0, 0]
         self.held = self.added  # another name for the same tensor
         self._private, self.seen = 0.0, 0
+        self.mean: float | None = None
+        self.histogram, self.rows, self.place = torch.zeros(64), torch.zeros(64, 12), 0
+        self.row_counts, self.started, self.other = np.zeros(64), False, 0.0
+        self.history: list[dict[str, float]] = []
+        self.newest: Any = {}
+        self.first, self.random = torch.zeros(3), 12345678901234567
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Keep them."""
@@ -69,16 +75,45 @@ class Keeping(PlainModule):
         self.pair[0] += value
         self.pair[1] += 1
         self._private += value
+        self.mean = value if self.mean is None else 0.9 * self.mean + 0.1 * value
+        self.histogram += torch.bincount(batch[1].flatten(), minlength=64)[:64]
+        self.row_counts += np.bincount(batch[1].flatten().numpy(), minlength=64)[:64]
+        self.rows[self.place : self.place + len(batch[0])] = batch[0].float()
+        self.place += len(batch[0])
+        self.other = 0.5 * self.other + value if self.started else value
+        self.started = True
+        self.newest = {"labels": int(batch[1].sum()), "batch": batch}
+        self.history.append(self.newest)
+        self.random = (self.random * 6364136223846793005 + 1) % 2**63
         self.loss_of_step, self.inputs = loss, batch[0]
         return loss
 
     def state(self) -> dict[str, Any]:
         """Return all that is kept, with numbers as floats."""
-        names = ("total", "steps", "seen", "average", "tokens", "added", "new", "held", "_private")
+        names = (
+            "total",
+            "steps",
+            "mean",
+            "other",
+            "place",
+            "seen",
+            "average",
+            "tokens",
+            "added",
+            "new",
+            "held",
+            "_private",
+        )
         return {
             **{name: float(getattr(self, name)) for name in names},
             **{name: {**vars(getattr(self, name))} for name in ("of_samples", "of_steps")},
             "moved": self.moved.tolist(),
+            "first": self.first.tolist(),
+            "random": str(self.random),
+            "histogram": self.histogram.tolist(),
+            "row_counts": self.row_counts.tolist(),
+            "rows": self.rows.tolist(),
+            "labels": sum(each["labels"] for each in self.history),
             "array": self.array.tolist(),
             "counts": dict(self.counts),
             "sums": dict(self.sums),
