@@ -86,10 +86,10 @@ class AttributeValues:
         """Whether `run` has to surround what runs."""
         return bool(self.anew or self._runs or (self._going and self._stages > 1))
 
-    def begin(self) -> None:
-        """Note what is there before a training step."""
+    def begin(self, *, trains: bool) -> None:
+        """Note what is there before a step; in evaluation nothing is followed."""
         self._clear()
-        names = [*self.anew, *(self._going if self._stages > 1 else ())]
+        names = [] if not trains else [*self.anew, *(self._going if self._stages > 1 else ())]
         found = {path[:-1]: _holder(self._module, path) for path in names}
         self._holders = {place: held for place, held in found.items() if held is not None}
         self._note(path for path in names if path[:-1] in self._holders)

@@ -460,8 +460,7 @@ class PipelinedSteps:
             warn_of_results(unknown)
 
     def _begin_step(self, *, trains: bool = False) -> None:
-        if trains:
-            self._values.begin()
+        self._values.begin(trains=trains)
         self._attributes.begin()
         self._writes.take()  # what a look has left that came to no end
         self._metrics.is_new = True
