@@ -81,7 +81,8 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     # Weights are kept or not by the caller, who knows their size; what has a graph is no state.
     is_weight = isinstance(value, nn.Parameter)
-    is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
+    has_graph = isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
+    is_kept = is_weight or has_graph or (isinstance(value, Tensor) and value.is_meta)
     held = value if is_container(value) else _attributes(value)
     copied = value if is_kept else copy_of(value if held is None else held)
     # Nothing mutable, or in work already: objects may refer to each other in a circle.

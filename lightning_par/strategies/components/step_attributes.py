@@ -39,6 +39,8 @@ _FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _SETTINGS = (bool, int, float, tuple)
 """Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
 _DEPTH, _FEW = 4, 32
+_WRITTEN = (Tensor, np.ndarray)
+"""Types of values into which a step may write."""
 _SMALL = 2**20
 """Bytes of an array whose contents are compared; a larger one is data."""
 
@@ -66,7 +68,8 @@ class _Held:
             # Few entries are lists or objects that go on changing, such as one list per loader;
             # many are outputs of steps, which do not.
             entries = enumerate(value) if depth > 0 and len(value) <= _FEW else ()
-            inside = {at: cls.of(v, depth - 1) for at, v in entries if _is_open(v)}
+            followed = ((at, v) for at, v in entries if _is_open(v) or isinstance(v, _WRITTEN))
+            inside = {at: cls.of(v, depth - 1) for at, v in followed}
             content = tuple(value), inside
         elif isinstance(value, deque | set):
             content = tuple(value)

@@ -52,6 +52,7 @@ class Keeping(PlainModule):
         self.row_counts, self.started, self.other = np.zeros(64), False, 0.0
         self.history: list[dict[str, float]] = []
         self.newest: Any = {}
+        self.in_list, self.leaf = [torch.zeros(())], torch.zeros((), requires_grad=True)
         self.first, self.random = torch.zeros(3), 12345678901234567
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -82,6 +83,9 @@ class Keeping(PlainModule):
         self.place += len(batch[0])
         self.other = 0.5 * self.other + value if self.started else value
         self.started = True
+        self.in_list[0] += loss.detach()
+        with torch.no_grad():
+            self.leaf += 1
         self.newest = {"labels": int(batch[1].sum()), "batch": batch}
         self.history.append(self.newest)
         self.random = (self.random * 6364136223846793005 + 1) % 2**63
@@ -109,6 +113,8 @@ class Keeping(PlainModule):
             **{name: {**vars(getattr(self, name))} for name in ("of_samples", "of_steps")},
             "moved": self.moved.tolist(),
             "first": self.first.tolist(),
+            "in_list": float(self.in_list[0]),
+            "leaf": float(self.leaf.detach()),
             "random": str(self.random),
             "histogram": self.histogram.tolist(),
             "row_counts": self.row_counts.tolist(),
