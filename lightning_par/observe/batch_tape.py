@@ -266,7 +266,7 @@ def _no_dim(_: int | None) -> bool:
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
-    # Asked of every call of the step. `tree_leaves` gives the same, but takes ten times as long.
+    # Asked of every call of the step. `tree_leaves` gives the same, but takes much longer.
     kind = type(tree)
     if kind is tuple or kind is list:
         return [tensor for item in tree for tensor in _tensors_in(item)]

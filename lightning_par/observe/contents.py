@@ -23,6 +23,7 @@ __all__ = [
     "is_container",
     "is_foreign",
     "is_iterator",
+    "is_written_to",
     "names_in",
     "refill",
     "restore_of",
@@ -90,7 +91,7 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
         return _nothing
     if isinstance(value, Tensor):
         # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
-        return partial(value.data.copy_, copied) if _is_written_to(value) else _nothing
+        return partial(value.data.copy_, copied) if is_written_to(value) else _nothing
     if isinstance(value, torch.Generator):
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
@@ -115,7 +116,7 @@ def _nothing() -> None:
     """What has no contents has nothing to put back."""
 
 
-def _is_written_to(value: Tensor) -> bool:
+def is_written_to(value: Tensor) -> bool:
     """Whether anyone can write to a tensor: torch lets nobody write to one that was expanded."""
     if value.layout != torch.strided:
         return True

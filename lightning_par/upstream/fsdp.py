@@ -85,8 +85,8 @@ def _init_with_attributes(held: Any) -> None:
 def hide_from_modes(unit: FSDPModule) -> None:
     """Let no `TorchFunctionMode` see how FSDP2 gathers the parameters of a unit and drops them.
 
-    A mode follows what a step computes. FSDP2 calls some hundred functions of torch around each
-    unit, which are nothing of the step; it has no option for this.
+    A mode follows what a step computes. FSDP2 calls many functions of torch around each unit, which
+    are nothing of the step; it has no option for this.
     """
     group = _group_of(unit)
     for name in ("unshard", "wait_for_unshard", "reshard") if group is not None else ():

@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.observe.contents import is_container
+from lightning_par.observe.contents import copy_of, is_container, is_written_to
 from lightning_par.observe.outside import is_of_user
-from lightning_par.strategies.components.step_attributes import is_object
+from lightning_par.strategies.components.step_attributes import is_object, OF_LIGHTNING
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.step_traces import LogCall
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["AttributeValues", "Learned"]
+__all__ = ["AttributeValues"]
 
 Path = tuple[str | int, ...]
 """Name of an attribute of the LightningModule, and the keys of what is inside of it."""
@@ -46,7 +46,6 @@ Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path]]
 of those that parts leave otherwise; values that go on.
 """
 
-_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _DEPTH, _FEW, _MOST, _LARGEST = 4, 64, 4096, 2**20
 """How deep values may lie, how many entries a container of them has, how many values there are, and
 how many entries one has.
@@ -77,7 +76,7 @@ class AttributeValues:
         self._holders: dict[Path, Any] = {}  # dicts and lists, by what leads to them
         self._raw: dict[Path, Any] = {}  # what stood there when the step began
         self._start: dict[Path, Any] = {}  # copies of the values among it
-        self._given: dict[Path, tuple[Any, int]] = {}  # to a micro-batch; and its count of changes
+        self._given: dict[Path, Any] = {}  # copies of these, which a micro-batch gets
         self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
         self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
 
@@ -102,7 +101,7 @@ class AttributeValues:
             runs: Number of runs of a round.
         """
         self._clear()
-        own = {n: v for n, v in vars(self._module).items() if n not in _OF_LIGHTNING}
+        own = {n: v for n, v in vars(self._module).items() if n not in OF_LIGHTNING}
         self._holders = {(): vars(self._module), **dict(_holders_in(own, (), _DEPTH))}
         self._note(path for path, _ in self._entries())
         self._runs = runs
@@ -275,7 +274,7 @@ class AttributeValues:
         """Yield what stands in the holders."""
         for place, held in self._holders.items():
             for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
-                if isinstance(key, str | int) and (place or key not in _OF_LIGHTNING):
+                if isinstance(key, str | int) and (place or key not in OF_LIGHTNING):
                     yield (*place, key), value
 
     def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
@@ -301,7 +300,7 @@ class AttributeValues:
         for path, value in _copies(fresh).items():
             holder = self._holders[path[:-1]]
             if _takes_entry(holder, path[-1]):
-                self._given[path] = value, _changes_of(value)
+                self._given[path] = value
                 holder[path[-1]] = value
 
     def _put_raw(self, path: Path) -> None:
@@ -316,9 +315,12 @@ class AttributeValues:
         step wrote there, as others may hold the same one.
         """
         holder, raw = self._holders[path[:-1]], self._raw.get(path)
-        given, changes = self._given.get(path, (_ABSENT, 0))
+        given = self._given.get(path, _ABSENT)
         if _entry(holder, path[-1]) is given and isinstance(raw, Tensor | np.ndarray):
-            is_written = _changes_of(given) != changes
+            is_copy = isinstance(given, Tensor)  # whose changes count from 0
+            is_written = (
+                count_of_changes(given) if is_copy else not _is_same(given, self._start[path])
+            )
             if is_written and np.shape(raw) == np.shape(value) and _takes(raw):
                 with torch.no_grad():
                     raw[...] = value
@@ -473,29 +475,15 @@ def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
     """Return copies of values; one that has two names has them again."""
-    copies = {id(value): _copy(value) for value in values.values()}
+    copies = {id(value): copy_of(value) for value in values.values()}
     return {path: copies[id(value)] for path, value in values.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _changes_of(value: Any) -> int:
-    """Return a number that is another one after something was written to a tensor or an array."""
-    if isinstance(value, Tensor):
-        return count_of_changes(value)
-    return hash(value.tobytes()) if isinstance(value, np.ndarray) else 0
 
 
 def _takes(value: Tensor | np.ndarray) -> bool:
     """Whether a tensor or an array can be written to."""
     if isinstance(value, np.ndarray):
         return bool(value.flags.writeable)
-    is_spread = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
-    return not (value.requires_grad or is_spread)
+    return is_written_to(value) and not value.requires_grad
 
 
 def _is_same(one: Any, other: Any) -> bool:

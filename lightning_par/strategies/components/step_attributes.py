@@ -4,8 +4,8 @@ Note [Attributes of a step]: what a step does after the blocks is done on the la
 only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
 micro-batch: a list gets an entry of each of them; see `attribute_values.py` for numbers and
-tensors. A hyperparameter of an optimizer that the step
-sets, such as its learning rate, is taken over as well, and `trainer.should_stop`.
+tensors. A hyperparameter of an optimizer that the step sets, such as its learning rate, is taken
+over as well, and `trainer.should_stop`.
 """
 
 import sys
@@ -28,9 +28,10 @@ from lightning_par.observe.outside import is_of_user
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["StepAttributes", "is_object", "kept_settings", "settings"]
+__all__ = ["OF_LIGHTNING", "StepAttributes", "is_object", "kept_settings", "settings"]
 
-_OWN = frozenset(vars(pl.LightningModule()))
+OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+"""Attributes that every LightningModule has."""
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
@@ -182,7 +183,7 @@ class StepAttributes:
                 yield from (((place, name), value) for name, value in _plain(held).items())
                 continue
             for name, value in held.items():
-                if name not in _OWN:
+                if name not in OF_LIGHTNING:
                     yield (place, name), value
             if not place:
                 yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
@@ -264,7 +265,7 @@ def _keeps_lists(part: nn.Module) -> bool:
     is_ours = type(part).__module__.partition(".")[0] in LEFT_ALONE
     if is_ours or isinstance(part, Metric) or next(part.parameters(), None) is not None:
         return False
-    kept = ((name, v) for name, v in vars(part).items() if name not in _OWN)
+    kept = ((name, v) for name, v in vars(part).items() if name not in OF_LIGHTNING)
     return any(_is_open(v) for name, v in kept)
 
 

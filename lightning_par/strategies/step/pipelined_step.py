@@ -299,8 +299,8 @@ class PipelinedSteps:
             if count > 1:
                 run.results |= self._forward_only(*given, cut=(1, 2 * count)).results
             can_learn = learns and bool(run.results) and not has_failed()
-            learned = self.from_last_stage(self._values.learn() if can_learn else None)
-            if learns and self._values.take(learned):
+            learned = self._values.learn() if can_learn else None
+            if learns and self._values.take(self.from_last_stage(learned)):
                 run.results |= self._forward_only(*given, cut=(2 * count, None)).results
                 self._values.anew = self.from_last_stage(self._values.confirm())
             found = None
