@@ -12,12 +12,14 @@ A minimum of losses is combined in no such way, and is told. So a look has three
 and its parts; the parts once more, one after the other; the whole and its parts, from what the
 whole has left.
 
-Followed is what stands in containers and objects that are there when a step begins. A new dict that
-a step puts in the place of an old one is what the last micro-batch has made.
+Followed is what stands in attributes, and in the dicts, lists, tuples and objects in them, also in
+those that a step puts in the place of others. A new list that has more entries for more samples is
+joined like a tensor.
 
 Length: the rounds of a look, and what they mean for numbers, tensors and arrays alike.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,29 +30,33 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import Tensor
 
-from lightning_par.observe.contents import copy_of, is_container, is_written_to
-from lightning_par.observe.outside import is_of_user
-from lightning_par.strategies.components.step_attributes import is_object, OF_LIGHTNING
+from lightning_par.observe.contents import copy_of, is_written_to
+from lightning_par.strategies.components.attribute_paths import (
+    ABSENT,
+    around,
+    entries,
+    inside,
+    is_value,
+    Path,
+    remove,
+    set_at,
+    value_at,
+)
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.step_traces import LogCall
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["AttributeValues"]
 
-Path = tuple[str | int, ...]
-"""Name of an attribute of the LightningModule, and the keys of what is inside of it."""
 Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path]]
 """What a look has found: values that begin anew -> whether they are joined; what the whole has left
 of those that parts leave otherwise; values that go on.
 """
 
-_DEPTH, _FEW, _MOST, _LARGEST = 4, 64, 4096, 2**20
-"""How deep values may lie, how many entries a container of them has, how many values there are, and
-how many entries one has.
-"""
-_ABSENT: Any = object()
+_MOST = 4096
+"""How many values are followed."""
 
 
 class AttributeValues:
@@ -73,8 +79,9 @@ class AttributeValues:
         self._going: list[Path] = []  # what goes on from one micro-batch to the next
         self._left: dict[Path, Any] = {}  # by the whole of a look, where parts leave otherwise
         self._runs = 0  # of a round of a look
-        self._holders: dict[Path, Any] = {}  # dicts and lists, by what leads to them
-        self._raw: dict[Path, Any] = {}  # what stood there when the step began
+        # What stood there when the step began; also dicts, lists and objects that hold values.
+        self._raw: dict[Path, Any] = {}
+        self._made: dict[Path, Any] = {}  # what holds values of the batch, where the step made it
         self._start: dict[Path, Any] = {}  # copies of the values among it
         self._given: dict[Path, Any] = {}  # copies of these, which a micro-batch gets
         self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
@@ -89,9 +96,7 @@ class AttributeValues:
         """Note what is there before a step; in evaluation nothing is followed."""
         self._clear()
         names = [] if not trains else [*self.anew, *(self._going if self._stages > 1 else ())]
-        found = {path[:-1]: _holder(self._module, path) for path in names}
-        self._holders = {place: held for place, held in found.items() if held is not None}
-        self._note(path for path in names if path[:-1] in self._holders)
+        self._note([*around(names), *names])
 
     @contextmanager
     def look(self, runs: int) -> Iterator[None]:
@@ -101,9 +106,7 @@ class AttributeValues:
             runs: Number of runs of a round.
         """
         self._clear()
-        own = {n: v for n, v in vars(self._module).items() if n not in OF_LIGHTNING}
-        self._holders = {(): vars(self._module), **dict(_holders_in(own, (), _DEPTH))}
-        self._note(path for path, _ in self._entries())
+        self._note([path for path, _ in entries(self._module)])
         self._runs = runs
         try:
             yield
@@ -119,37 +122,52 @@ class AttributeValues:
             index: Of the micro-batch, or of the run of a look: a round begins with each multiple of
                 the number of its runs. The last run of the second round is left alone.
         """
-        if not self._runs or index <= self._runs:  # also the first of those one after the other
-            self._put(self._start)
+        # Containers in which a value goes on stay, though a micro-batch has made them.
+        stay = around(path for path in self._going if path not in self.anew)
+        if not self._runs:
+            self._put(self._start, stay)
+        elif index <= self._runs:  # also the first of those one after the other
+            self._put(self._start, set())
         elif index >= 2 * self._runs:
-            self._put(self._beginning(index - 2 * self._runs))
+            run = index - 2 * self._runs
+            self._put(self._beginning(run), stay if run > 1 else set())
         # What comes before the model is done by each stage of a rank; that of the last one counts.
         self._counts[index] += 1
-        aside: dict[Path, Any] = {}
-        if self._counts[index] < self._stages:
-            aside = self._now() if self._runs else self._now(self._going)
-            for path, value in _copies(aside).items():
-                self._holders[path[:-1]][path[-1]] = value
+        is_last = self._counts[index] == self._stages
+        before = {} if is_last else self._found(None if self._runs else self._going)
+        aside = _values_in(before)
+        for path, value in _copies(aside).items():
+            set_at(self._module, path, value)
         try:
             yield
         finally:
             now = self._now() if self._runs else self._now(self.anew)
             # Copies in a look, in which later runs may write to the same tensor.
             self._ends[index] = _copies(now) if self._runs else _detached(now)
-            for path, value in aside.items():
-                self._holders[path[:-1]][path[-1]] = value
+            for path in sorted(before, key=len):
+                if path in aside or inside(before[path]) is not None:
+                    set_at(self._module, path, before[path])
 
     def learn(self) -> Learned:
         """Return what two rounds of a look tell."""
         found: Learned = ({}, {}, [])
         tolerance = self._tolerance
         whole, *rest = (self._ends.get(at, {}) for at in range(2 * self._runs - 1))
+        lists = set[Path]()  # whose entries are not those of parts
         for path, value in whole.items():
             own, start = [held.get(path) for held in rest], self._start.get(path)
-            is_new_entry = start is None and isinstance(self._holders[path[:-1]], list)
-            if is_new_entry or any(each is None for each in own) or _is_same(value, start):
+            # A list gets new entries from each micro-batch.
+            is_other = self._is_in_new_entry(path) or any(each in lists for each in around([path]))
+            if is_other or any(each is None for each in own) or _is_same(value, start):
                 continue
             parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
+            if isinstance(value, list):
+                lengths = [len(each or ()) for each in parts]
+                if {len(value)} != {*lengths}:
+                    lists.add(path)
+                if sum(lengths) == len(value) > max(lengths):
+                    found[0][path], found[1][path] = True, value
+                continue
             shapes = {np.shape(each) for each in (value, *own)}
             if len(shapes) > 1 and not _is_joined(parts, value, tolerance):
                 continue
@@ -240,8 +258,9 @@ class AttributeValues:
         """Put back what was there before a step, on other stages than the last one, which has
         merged; what that has changed comes from `StepAttributes`.
         """
-        for path in self.anew:
-            if path in self._raw:
+        if self._raw:
+            self._put_containers(around(path for path in self._going if path not in self.anew))
+            for path in self.anew:
                 self._put_raw(path)
         self._clear()
 
@@ -254,6 +273,9 @@ class AttributeValues:
         for path, is_joined in self.anew.items():
             places = [at for at, end in sorted(self._ends.items()) if path in end]
             values = [self._ends[at][path] for at in places]
+            if values and all(isinstance(value, list) for value in values):
+                self._keep(path, [entry for value in values for entry in value])
+                continue
             shapes = {np.shape(value) for value in values}
             if is_joined and values and all(shapes):
                 self._keep(path, _joined(values))
@@ -262,61 +284,101 @@ class AttributeValues:
         self._clear()
 
     def _clear(self) -> None:
-        for held in (self._holders, self._raw, self._start, self._given, self._ends, self._counts):
+        every = self._raw, self._made, self._start, self._given, self._ends, self._counts
+        for held in every:
             held.clear()
 
     def _note(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            self._raw[path] = _entry(self._holders[path[:-1]], path[-1])
-        self._start = _copies({path: raw for path, raw in self._raw.items() if _is_value(raw)})
+        self._raw = self._found(paths)
+        self._start = _copies(_values_in(self._raw))
 
-    def _entries(self) -> Iterator[tuple[Path, Any]]:
-        """Yield what stands in the holders."""
-        for place, held in self._holders.items():
-            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
-                if isinstance(key, str | int) and (place or key not in OF_LIGHTNING):
-                    yield (*place, key), value
+    def _found(self, paths: Iterable[Path] | None) -> dict[Path, Any]:
+        """Return what stands there now, and the containers around it; None: all that there is."""
+        if paths is None:
+            return dict(entries(self._module))
+        paths = list(paths)
+        found = ((path, value_at(self._module, path)) for path in (*around(paths), *paths))
+        return {path: value for path, value in found if value is not ABSENT}
 
     def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
-        found: Iterable[tuple[Path, Any]] = self._entries()
-        if paths is not None:
-            places = (path for path in paths if path[:-1] in self._holders)
-            found = ((path, _entry(self._holders[path[:-1]], path[-1])) for path in places)
-        values = {path: value for path, value in found if _is_value(value)}
+        """Return the values there, with copies of lists that were not there before the step."""
+        found = self._found(paths)
+        lists = {
+            path: [*value]
+            for path, value in found.items()
+            if isinstance(value, list) and value is not self._raw.get(path)
+        }
+        values = {
+            path: lists.get(path, value)
+            for path, value in found.items()
+            if path in lists or is_value(value)
+        }
         return dict(list(values.items())[:_MOST])
 
-    def _put(self, values: Mapping[Path, Any]) -> None:
-        """Let these be the values; what was none when the step began is that again."""
+    def _is_in_new_entry(self, path: Path) -> bool:
+        """Whether a value is in an entry that came to a list which was there before the step."""
+        ends = ((path[:length], path[: length + 1]) for length in range(1, len(path)))
+        lists = (
+            (held, place)
+            for place, entry in ends
+            if entry not in self._raw and isinstance(held := self._raw.get(place), list)
+        )
+        return any(held is value_at(self._module, place) for held, place in lists)
+
+    def _put(self, values: Mapping[Path, Any], stay: set[Path]) -> None:
+        """Let these be the values; what was none when the step began is that again.
+
+        Args:
+            values: By their paths.
+            stay: Containers that stay what they are, though they were not there.
+        """
         now = self._now() if self._runs else self._now(self.anew)
+        self._put_containers(stay)
         for path in now.keys() - values.keys():
-            self._put_raw(path)
+            if path not in self._raw and around([path]) & stay:
+                set_at(self._module, path, _nothing_like(now[path]))
+            else:
+                self._put_raw(path)
+        now = self._now() if self._runs else {}
         fresh = {
             path: value
             for path, value in values.items()
-            if path[:-1] in self._holders
-            and (path in self.anew if not self._runs else not _is_same(now.get(path), value))
+            if (path in self.anew if not self._runs else not _is_same(now.get(path), value))
         }
         # Copies: a backward that is to come may need those of an earlier micro-batch.
-        for path, value in _copies(fresh).items():
-            holder = self._holders[path[:-1]]
-            if _takes_entry(holder, path[-1]):
-                self._given[path] = value
-                holder[path[-1]] = value
+        self._given |= {p: v for p, v in _copies(fresh).items() if set_at(self._module, p, v)}
+
+    def _put_containers(self, stay: set[Path]) -> None:
+        """Put back the dicts, lists, tuples and objects in whose place the step has put others, but
+        for those that stay.
+        """
+        found = self._found(None if self._runs else self.anew)
+        places = {
+            p for p, value in (*self._raw.items(), *found.items()) if inside(value) is not None
+        }
+        for place in sorted(places - stay, key=len):
+            if value_at(self._module, place) is not self._raw.get(place, ABSENT):
+                self._put_raw(place)
 
     def _put_raw(self, path: Path) -> None:
-        holder, raw = self._holders.get(path[:-1]), self._raw.get(path, _ABSENT)
-        if isinstance(holder, dict) and raw is _ABSENT:
-            holder.pop(path[-1], None)
-        elif holder is not None and raw is not _ABSENT and _takes_entry(holder, path[-1]):
-            holder[path[-1]] = raw
+        if path in self._raw:
+            set_at(self._module, path, self._raw[path])
+        else:
+            remove(self._module, path)
 
     def _keep(self, path: Path, value: Any) -> None:
         """Put a value of the batch into the module; into the tensor or array that it held, if the
         step wrote there, as others may hold the same one.
         """
-        holder, raw = self._holders[path[:-1]], self._raw.get(path)
-        given = self._given.get(path, _ABSENT)
-        if _entry(holder, path[-1]) is given and isinstance(raw, Tensor | np.ndarray):
+        for place in sorted(around([path]), key=len):
+            held = value_at(self._module, place)
+            known = ABSENT, self._raw.get(place), self._made.get(place)
+            # One that the last micro-batch has made may be kept elsewhere, too, as it is.
+            if all(held is not each for each in known) and not isinstance(held, tuple):
+                self._made[place] = copy.copy(held)
+                set_at(self._module, place, self._made[place])
+        raw, given = self._raw.get(path), self._given.get(path, ABSENT)
+        if value_at(self._module, path) is given and isinstance(raw, Tensor | np.ndarray):
             is_copy = isinstance(given, Tensor)  # whose changes count from 0
             is_written = (
                 count_of_changes(given) if is_copy else not _is_same(given, self._start[path])
@@ -325,8 +387,7 @@ class AttributeValues:
                 with torch.no_grad():
                     raw[...] = value
             value = raw if not is_written or _takes(raw) else value
-        if _takes_entry(holder, path[-1]):
-            holder[path[-1]] = value
+        set_at(self._module, path, value)
 
 
 _LATER = " in a later step"
@@ -414,59 +475,15 @@ def _joined(values: Sequence[Any]) -> Any:
     return torch.cat(list(values)) if isinstance(values[0], Tensor) else np.concatenate(values)
 
 
-def _holders_in(held: Mapping[Any, Any], path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
-    """Yield the containers in attributes, and the attributes of objects of the user's."""
-    for key, value in held.items():
-        inside = _inside(value) if depth and isinstance(key, str | int) else None
-        if inside is not None and len(inside) <= _FEW:
-            yield (*path, key), inside
-            entries = inside if isinstance(inside, dict) else dict(enumerate(inside))
-            yield from _holders_in(entries, (*path, key), depth - 1)
+def _values_in(found: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {path: value for path, value in found.items() if is_value(value)}
 
 
-def _inside(value: Any) -> Any:
-    """Return what a container or an object of the user's holds, by its keys; None if it is none."""
-    if isinstance(value, list | dict) and is_container(value):
-        return value
-    if isinstance(value, list | dict) or not is_object(value):
-        return None
-    # An object of a package, such as the run of a logger, has states of its own; a meter has values
-    # alone.
-    held = vars(value)
-    is_own = is_of_user(type(value).__module__)
-    return held if is_own or all(v is None or _is_value(v) for v in held.values()) else None
-
-
-def _holder(module: nn.Module, path: Path) -> Any:
-    """Return the dict or list in which a value stands; None if it is not there."""
-    held: Any = vars(module)
-    for key in path[:-1]:
-        value = _entry(held, key)
-        held = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
-        if held is None:
-            return None
-    return held
-
-
-def _takes_entry(holder: Any, key: Any) -> bool:
-    """Whether an entry can be set: a step may have taken it out of a list."""
-    return isinstance(holder, dict) or _entry(holder, key) is not _ABSENT
-
-
-def _entry(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        # Not `holder[key]`, by which a defaultdict would make one.
-        return holder.get(key, _ABSENT)
-    return holder[key] if isinstance(key, int) and key < len(holder) else _ABSENT
-
-
-def _is_value(value: Any) -> bool:
-    if type(value) is Tensor:
-        is_other = value.is_complex() or value.is_meta or value.is_inference()
-        return value.layout == torch.strided and not is_other and 0 < value.numel() <= _LARGEST
-    if type(value) is np.ndarray:
-        return value.dtype.kind in "biuf" and 0 < value.size <= _LARGEST
-    return type(value) in (bool, int, float) or isinstance(value, np.integer | np.floating)
+def _nothing_like(value: Any) -> Any:
+    """Return what a sum of such values begins with."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value * 0
+    return type(value)()
 
 
 def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -475,7 +492,7 @@ def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
     """Return copies of values; one that has two names has them again."""
-    copies = {id(value): copy_of(value) for value in values.values()}
+    copies = {id(v): [*v] if isinstance(v, list) else copy_of(v) for v in values.values()}
     return {path: copies[id(value)] for path, value in values.items()}
 
 
@@ -487,8 +504,8 @@ def _takes(value: Tensor | np.ndarray) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or np.shape(one) != np.shape(other):
-        return False
+    if isinstance(one, list) or type(one) is not type(other) or np.shape(one) != np.shape(other):
+        return one is other
     if isinstance(one, Tensor):
         if one.device != other.device or one.dtype != other.dtype:
             return False

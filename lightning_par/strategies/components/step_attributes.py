@@ -8,11 +8,12 @@ tensors. A hyperparameter of an optimizer that the step sets, such as its learni
 over as well, and `trainer.should_stop`.
 """
 
+import copy
 import sys
-from collections import deque
+from collections import Counter, deque, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +41,7 @@ _FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _SETTINGS = (bool, int, float, tuple)
 """Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
 _DEPTH, _FEW = 4, 32
+_OF_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _WRITTEN = (Tensor, np.ndarray)
 """Types of values into which a step may write."""
 _SMALL = 2**20
@@ -330,38 +332,62 @@ def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any]) -> _Moved | No
 
 def _sendable(values: list[Any]) -> list[Any] | None:
     """Return values with whole tensors, or None if one of them cannot be sent."""
-    found = []
-    for value in values:
-        made: Any
-        if isinstance(value, Tensor):
-            # A DTensor's parts are gathered; stages have no graph of each other.
-            made = whole(value.detach())
-        elif isinstance(value, _PLAIN):
-            made = value
-        elif type(value) in (list, tuple):
-            made = _sendable(list(value))
-            made = made if made is None else type(value)(made)
-        elif isinstance(value, deque | set):
-            made = _sendable(list(value))
-            if made is not None:
-                made = deque(made, value.maxlen) if isinstance(value, deque) else {*made}
-        elif type(value) is dict:
-            entries = _sendable(list(value.values()))
-            made = None if entries is None else dict(zip(value, entries, strict=True))
-        else:
-            return None
-        if made is None and value is not None:
-            return None
-        found.append(made)
-    return found
+    try:
+        return [_sent(value) for value in values]
+    except _NotSendableError:
+        return None
+
+
+class _NotSendableError(Exception):
+    pass
+
+
+def _sent(value: Any) -> Any:
+    """Return a value with whole tensors.
+
+    Raises:
+        _NotSendableError: Other ranks cannot make such a value from its parts.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        # A DTensor's parts are gathered; stages have no graph of each other.
+        return whole(value.detach())
+    if isinstance(value, _PLAIN):
+        return value
+    if kind in (list, tuple, set, deque):
+        entries = map(_sent, value)
+        return deque(entries, value.maxlen) if kind is deque else kind(entries)
+    if kind is dict:
+        return {key: _sent(entry) for key, entry in value.items()}
+    if not _is_importable(kind):
+        raise _NotSendableError
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*map(_sent, value))
+    if kind in (Counter, OrderedDict):
+        return kind({key: _sent(entry) for key, entry in value.items()})
+    if isinstance(value, dict) and is_dataclass(value):  # an output of a model of transformers
+        return kind(**{key: _sent(entry) for key, entry in value.items()})
+    is_pickled_otherwise = any(
+        name in vars(each) for each in kind.__mro__[:-1] for name in _OF_PICKLE
+    )
+    if not is_object(value) or is_pickled_otherwise:
+        raise _NotSendableError
+    made = copy.copy(value)
+    vars(made).update({name: _sent(held) for name, held in vars(value).items()})
+    return made
+
+
+def _is_importable(kind: type) -> bool:
+    """Whether other ranks find a class by its name."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
 def _take(change: Any, before: _Held | None, value: Any) -> Any:
     """Return a value with the changes of the last stage; lists and dicts are changed in place."""
     if isinstance(change, _Replaced):
-        is_alike = type(value) is type(change.value)
-        is_alike = is_alike and np.shape(value) == np.shape(change.value)
-        if change.is_written and is_alike and not getattr(value, "requires_grad", False):
+        is_written = change.is_written and type(value) is type(change.value)
+        is_written = is_written and np.shape(value) == np.shape(change.value)
+        if is_written and not getattr(value, "requires_grad", False):
             with torch.no_grad():
                 value[...] = change.value  # whoever else holds it sees it
             return value

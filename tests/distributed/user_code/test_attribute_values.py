@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_par import Hybrid3DStrategy
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -30,6 +31,13 @@ class Meter:
         """Add a value."""
         self.last, self.sum, self.count = value, self.sum + value * count, self.count + count
         self.mean = self.sum / self.count
+
+
+class Result(NamedTuple):
+    """What a step gives to a callback."""
+
+    loss: Tensor
+    tokens: Tensor
 
 
 class Keeping(PlainModule):
@@ -52,6 +60,9 @@ class Keeping(PlainModule):
         self.row_counts, self.started, self.other = np.zeros(64), False, 0.0
         self.history: list[dict[str, float]] = []
         self.newest: Any = {}
+        self.stats: dict[str, float] = {"seen": 0, "loss": 0.0, "average": 0.0}
+        self.outputs, self.result, self.lazy = None, Result(torch.zeros(()), torch.zeros(())), None
+        self.meter, self.rows_of, self.nested = Meter(), list[int](), {"of": {"loss": 0.0}}
         self.in_list, self.leaf = [torch.zeros(())], torch.zeros((), requires_grad=True)
         self.first, self.random = torch.zeros(3), 12345678901234567
 
@@ -90,7 +101,24 @@ class Keeping(PlainModule):
         self.history.append(self.newest)
         self.random = (self.random * 6364136223846793005 + 1) % 2**63
         self.loss_of_step, self.inputs = loss, batch[0]
+        self._replace(batch, value, loss)
         return loss
+
+    def _replace(self, batch: Any, value: float, loss: Tensor) -> None:
+        """Put new containers and objects in the place of those of the last step."""
+        size, before = len(batch[0]), self.stats
+        average = 0.5 * before["average"] + value
+        self.stats = {"seen": before["seen"] + size, "loss": value, "average": average}
+        self.outputs = {"loss": loss.detach(), "batch": batch, "of": [value, size]}
+        self.result = Result(loss, batch[1])
+        self.meter, self.rows_of = Meter(), batch[0][:, 0].tolist()
+        self.meter.update(value, size)
+        self.nested = {"of": {"loss": value}}
+        self.of_model = CausalLMOutput(loss=loss, logits=batch[1][..., None].double())
+        if self.lazy is None:
+            self.lazy = {"seen": 0, "steps": 0}
+        self.lazy["seen"] += size
+        self.lazy["steps"] += 1
 
     def state(self) -> dict[str, Any]:
         """Return all that is kept, with numbers as floats."""
@@ -126,6 +154,15 @@ class Keeping(PlainModule):
             "pair": list(self.pair),
             "loss": float(self.loss_of_step.detach()),
             "inputs": self.inputs.tolist(),
+            "stats": self.stats,
+            "outputs": [float(self.outputs["loss"]), *self.outputs["of"]],
+            "batch": [entry.tolist() for entry in self.outputs["batch"]],
+            "result": [float(self.result.loss.detach()), self.result.tokens.tolist()],
+            "meter": {**vars(self.meter)},
+            "rows_of": self.rows_of,
+            "nested": self.nested["of"],
+            "of_model": [float(self.of_model.loss.detach()), self.of_model.logits.tolist()],
+            "lazy": self.lazy,
         }
 
 

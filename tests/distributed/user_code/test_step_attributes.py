@@ -3,8 +3,8 @@
 import re
 import warnings
 from collections import deque
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from lightning.pytorch import seed_everything
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_par import BatchLayout, Hybrid3DStrategy, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -25,6 +26,21 @@ class Meter:
 
     def __init__(self) -> None:
         self.total, self.seen = 0.0, list[Tensor]()
+
+
+class Guess(NamedTuple):
+    """What a step finds, as a tuple with names."""
+
+    guesses: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step finds, as an object."""
+
+    guess: Guess
+    output: CausalLMOutput
 
 
 class Store(nn.Module):
@@ -47,6 +63,7 @@ class Collecting(PlainModule):
         self.of_loaders: list[list[dict[str, Tensor]]] = [[], []]
         self.meter, self.store = Meter(), Store()
         self.losses: list[Tensor] = []
+        self.found: list[Found] = []
         self.outputs: dict[str, list[Tensor]] = {"guesses": [], "labels": []}
         self.correct, self.summary = 0, ""
         self.window, self.classes = deque[int](maxlen=20), set[int]()
@@ -83,6 +100,8 @@ class Collecting(PlainModule):
         self.meter.total += float(labels.sum())
         self.meter.seen.append(labels)
         self.store.kept.append(labels)
+        output = CausalLMOutput(logits=logits)
+        self.found.append(Found(Guess(logits.argmax(-1), labels), output))
         self.correct += int((logits.argmax(-1) == labels).sum())
         self.summary = f"{self.correct} were right"
         self.log("val", F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
@@ -94,7 +113,11 @@ class Collecting(PlainModule):
         for other in (kept, torch.cat(self.meter.seen), torch.cat(self.store.kept)):
             assert torch.equal(other, labels)
         assert self.meter.total == float(labels.sum())
-        self.of_loaders[1].clear(), self.store.kept.clear()
+        found = [each.guess for each in self.found], [each.output.logits for each in self.found]
+        assert torch.equal(torch.cat([each.guesses for each in found[0]]), guesses)
+        assert torch.equal(torch.cat([each.labels for each in found[0]]), labels)
+        assert torch.equal(torch.cat(found[1]).argmax(-1), guesses)
+        self.of_loaders[1].clear(), self.store.kept.clear(), self.found.clear()
         self.meter = Meter()
         assert self.summary == f"{self.correct} were right"
         self.log("accuracy", (guesses == labels).double().mean())
