@@ -4,21 +4,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn, Tensor
 
 from lightning_par.observe.contents import is_container, UNCHANGEABLE
 from lightning_par.observe.outside import is_of_user
 from lightning_par.strategies.components.step_attributes import is_object, OF_LIGHTNING
+from lightning_par.strategies.components.value_kinds import is_value
 
 __all__ = [
     "ABSENT",
     "Path",
     "around",
     "entries",
+    "entries_in",
     "inside",
-    "is_value",
     "remove",
     "set_at",
     "value_at",
@@ -28,24 +27,27 @@ Path = tuple[str | int, ...]
 """Name of an attribute of the LightningModule, and the keys of what is inside of it."""
 ABSENT: Any = object()
 """Stands where there is nothing."""
-_DEPTH, _FEW, _LARGEST = 4, 64, 2**20
-"""How deep values may lie, how many entries a container of them has, and how many one has."""
+_DEPTH, _FEW = 4, 64
+"""How deep values may lie, and how many entries a container of them has."""
 
 
 def entries(module: nn.Module) -> Iterator[tuple[Path, Any]]:
     """Yield what stands in attributes, and in containers and objects in them, the outer first."""
     own = {name: value for name, value in vars(module).items() if name not in OF_LIGHTNING}
-    return _entries_in(own, (), _DEPTH)
+    return entries_in(own)
 
 
-def _entries_in(held: Mapping[Any, Any], place: Path, depth: int) -> Iterator[tuple[Path, Any]]:
+def entries_in(
+    held: Mapping[Any, Any], place: Path = (), depth: int = _DEPTH
+) -> Iterator[tuple[Path, Any]]:
+    """Yield what stands in a dict at a place, and in containers and objects in it."""
     followed = {key: value for key, value in held.items() if isinstance(key, str | int)}
     yield from (((*place, key), value) for key, value in followed.items())
     for key, value in followed.items() if depth else ():
         found = inside(value)
         if found is not None and len(found) <= _FEW:
             inner = found if isinstance(found, dict) else dict(enumerate(found))
-            yield from _entries_in(inner, (*place, key), depth - 1)
+            yield from entries_in(inner, (*place, key), depth - 1)
 
 
 def around(paths: Iterable[Path]) -> set[Path]:
@@ -117,13 +119,3 @@ def _entry(holder: Any, key: Any) -> Any:
         # Not `holder[key]`, by which a defaultdict would make one.
         return holder.get(key, ABSENT)
     return holder[key] if isinstance(key, int) and key < len(holder) else ABSENT
-
-
-def is_value(value: Any) -> bool:
-    """Whether a value is a number, or a tensor or an array of numbers, that is followed."""
-    if type(value) is Tensor:
-        is_other = value.is_complex() or value.is_meta or value.is_inference()
-        return value.layout == torch.strided and not is_other and 0 < value.numel() <= _LARGEST
-    if type(value) is np.ndarray:
-        return value.dtype.kind in "biuf" and 0 < value.size <= _LARGEST
-    return type(value) in (bool, int, float) or isinstance(value, np.integer | np.floating)

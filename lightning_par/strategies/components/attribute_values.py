@@ -12,6 +12,9 @@ A minimum of losses is combined in no such way, and is told. So a look has three
 and its parts; the parts once more, one after the other; the whole and its parts, from what the
 whole has left.
 
+A value that first changes in a later step, such as in the second epoch, is followed without a
+look: if micro-batches leave unlike values, it is told.
+
 Followed is what stands in attributes, and in the dicts, lists, tuples and objects in them, also in
 those that a step puts in the place of others. A new list that has more entries for more samples is
 joined like a tensor.
@@ -37,12 +40,27 @@ from lightning_par.strategies.components.attribute_paths import (
     ABSENT,
     around,
     entries,
+    entries_in,
     inside,
-    is_value,
     Path,
     remove,
     set_at,
     value_at,
+)
+from lightning_par.strategies.components.value_kinds import (
+    all_equal,
+    change_of,
+    is_count,
+    is_near,
+    is_same,
+    is_value,
+    join,
+    joins_to,
+    like,
+    linear_mark,
+    Mark,
+    nothing_like,
+    wide,
 )
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.step_traces import LogCall
@@ -85,12 +103,17 @@ class AttributeValues:
         self._start: dict[Path, Any] = {}  # copies of the values among it
         self._given: dict[Path, Any] = {}  # copies of these, which a micro-batch gets
         self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
+        # Attributes with values of which no look has told, those that a warning has named, and what
+        # micro-batches leave there.
+        self._unknown, self._told = set[str](), set[str]()
+        self._unlike: dict[int, dict[Path, Mark]] = {}
         self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
 
     @property
     def is_active(self) -> bool:
         """Whether `run` has to surround what runs."""
-        return bool(self.anew or self._runs or (self._going and self._stages > 1))
+        is_followed = self.anew or self._runs or self._unknown
+        return bool(is_followed or (self._going and self._stages > 1))
 
     def begin(self, *, trains: bool) -> None:
         """Note what is there before a step; in evaluation nothing is followed."""
@@ -144,6 +167,9 @@ class AttributeValues:
             now = self._now() if self._runs else self._now(self.anew)
             # Copies in a look, in which later runs may write to the same tensor.
             self._ends[index] = _copies(now) if self._runs else _detached(now)
+            if self._unknown and not self._runs:
+                held = {n: v for n, v in vars(self._module).items() if n in self._unknown}
+                self._unlike[index] = {p: Mark.of(v) for p, v in self._others(held).items()}
             for path in sorted(before, key=len):
                 if path in aside or inside(before[path]) is not None:
                     set_at(self._module, path, before[path])
@@ -158,7 +184,7 @@ class AttributeValues:
             own, start = [held.get(path) for held in rest], self._start.get(path)
             # A list gets new entries from each micro-batch.
             is_other = self._is_in_new_entry(path) or any(each in lists for each in around([path]))
-            if is_other or any(each is None for each in own) or _is_same(value, start):
+            if is_other or any(each is None for each in own) or is_same(value, start):
                 continue
             parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
             if isinstance(value, list):
@@ -169,13 +195,13 @@ class AttributeValues:
                     found[0][path], found[1][path] = True, value
                 continue
             shapes = {np.shape(each) for each in (value, *own)}
-            if len(shapes) > 1 and not _is_joined(parts, value, tolerance):
+            if len(shapes) > 1 and not joins_to(parts, value, tolerance):
                 continue
             if len(shapes) == 1 and _goes_on(start, value, parts, in_a_row, tolerance):
                 found[2].append(path)
                 continue
             found[0][path] = len(shapes) > 1
-            if not all(_is_same(part, value) for part in parts):
+            if not all(is_same(part, value) for part in parts):
                 found[1][path] = value
         return found
 
@@ -208,8 +234,8 @@ class AttributeValues:
         others = {}
         for path in self._going:
             if path in whole and path in last and np.shape(whole[path]) == np.shape(last[path]):
-                change, end = (_change(self._start.get(path), e[path]) for e in (whole, last))
-                if not _is_near(end, change, self._tolerance):
+                change, end = (change_of(self._start.get(path), e[path]) for e in (whole, last))
+                if not is_near(end, change, self._tolerance):
                     others[path] = False
         return self.anew | others
 
@@ -237,7 +263,7 @@ class AttributeValues:
                 for told, run in ((name, at), (name + _LATER, at + 2 * self._runs)):
                     end = self._ends.get(run, {}).get(path)
                     if end is not None and (run == at or path in self._left):
-                        value = _mark(_wide(end))
+                        value = linear_mark(wide(end))
                         made.append(LogCall(name=told, value=value, metric=None, options={}))
         return found
 
@@ -278,10 +304,32 @@ class AttributeValues:
                 continue
             shapes = {np.shape(value) for value in values}
             if is_joined and values and all(shapes):
-                self._keep(path, _joined(values))
+                self._keep(path, join(values))
             elif len(shapes) == 1 and not is_joined:
                 self._keep(path, _combined(values, self._start.get(path), places, path, weights))
         self._clear()
+
+    def unknown(self, changes: Mapping[str, Any]) -> list[str]:
+        """Return names of values that micro-batches have left unlike, and no look has told of.
+
+        Args:
+            changes: What the step has left in attributes, without new entries of lists.
+        """
+        found = {}
+        for path in {path for marks in self._unlike.values() for path in marks}:
+            first, *others = (marks[path] for marks in self._unlike.values() if path in marks)
+            if not all(first.is_same(other) for other in others):
+                found[str(path[0])] = _name_of(path)
+        self._unlike.clear()
+        self._told |= found.keys()
+        self._unknown |= {str(path[0]) for path in self._others(changes)}
+        self._unknown -= self._told
+        return [*found.values()]
+
+    def _others(self, held: Mapping[str, Any]) -> dict[Path, Any]:
+        """Return the values in attributes of which no look has told."""
+        known = {*self.anew, *self._going}
+        return {path: v for path, v in entries_in(held) if is_value(v) and path not in known}
 
     def _clear(self) -> None:
         every = self._raw, self._made, self._start, self._given, self._ends, self._counts
@@ -336,14 +384,14 @@ class AttributeValues:
         self._put_containers(stay)
         for path in now.keys() - values.keys():
             if path not in self._raw and around([path]) & stay:
-                set_at(self._module, path, _nothing_like(now[path]))
+                set_at(self._module, path, nothing_like(now[path]))
             else:
                 self._put_raw(path)
         now = self._now() if self._runs else {}
         fresh = {
             path: value
             for path, value in values.items()
-            if (path in self.anew if not self._runs else not _is_same(now.get(path), value))
+            if (path in self.anew if not self._runs else not is_same(now.get(path), value))
         }
         # Copies: a backward that is to come may need those of an earlier micro-batch.
         self._given |= {p: v for p, v in _copies(fresh).items() if set_at(self._module, p, v)}
@@ -381,7 +429,7 @@ class AttributeValues:
         if value_at(self._module, path) is given and isinstance(raw, Tensor | np.ndarray):
             is_copy = isinstance(given, Tensor)  # whose changes count from 0
             is_written = (
-                count_of_changes(given) if is_copy else not _is_same(given, self._start[path])
+                count_of_changes(given) if is_copy else not is_same(given, self._start[path])
             )
             if is_written and np.shape(raw) == np.shape(value) and _takes(raw):
                 with torch.no_grad():
@@ -405,17 +453,11 @@ def _goes_on(
         in_a_row: After the step on each part, where the first one began with `start`.
         tolerance: Of roundings, relative.
     """
-    change, end = _change(start, whole), _change(start, in_a_row[-1])
+    change, end = change_of(start, whole), change_of(start, in_a_row[-1])
     # The losses of a model that knows nothing yet are all equal, and one of them seems to be the
     # largest. Counts are what they seem.
-    is_tied = all(_is_near(_change(start, value), change, tolerance) for value in parts)
-    return _is_near(end, change, tolerance) and (_is_count(whole) or not is_tied)
-
-
-def _is_near(change: Tensor, whole: Tensor, tolerance: float) -> bool:
-    if not bool(torch.isfinite(whole).all()):
-        return bool(torch.equal(change, whole))
-    return bool(((change - whole).abs() <= tolerance * whole.abs().max()).all())
+    is_tied = all(is_near(change_of(start, value), change, tolerance) for value in parts)
+    return is_near(end, change, tolerance) and (is_count(whole) or not is_tied)
 
 
 def _combined(
@@ -433,17 +475,17 @@ def _combined(
     name = _name_of(path)
     is_sum = name in weights.sums
     # Nothing has to be computed, nor a device waited for.
-    if not is_sum and not any(isinstance(v, Tensor) for v in values) and _all_equal(values):
+    if not is_sum and not any(isinstance(v, Tensor) for v in values) and all_equal(values):
         return values[-1]
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    every = torch.stack([_wide(value).to(device) for value in values])
+    every = torch.stack([wide(value).to(device) for value in values])
     # A number may be an integer for some micro-batches only, as `min(1, x)` is.
-    kind = next((value for value in values if not _is_count(value)), values[-1])
+    kind = next((value for value in values if not is_count(value)), values[-1])
     if is_sum:
         # A sum over samples whose roundings hid that it goes on adds to what was there.
         adds = name + _LATER not in weights.sums and np.shape(start) == np.shape(values[0])
-        begin = _wide(start).to(device) if adds else torch.zeros_like(every[0])
-        return _like(kind, begin + (every - begin).sum(0))
+        begin = wide(start).to(device) if adds else torch.zeros_like(every[0])
+        return like(kind, begin + (every - begin).sum(0))
     shares = weights.shares.to(every)
     if name in weights.by_samples:
         shares = torch.tensor([float(size) for size in weights.sizes]).to(every)
@@ -452,38 +494,11 @@ def _combined(
     shares = torch.where(shares.sum() > 0, shares, torch.ones_like(shares))
     # NaN where the weight is 0 does not matter.
     weighed = torch.where(shares > 0, every.movedim(0, -1), 0) * shares
-    return _like(kind, weighed.sum(-1) / shares.sum())
-
-
-def _all_equal(values: Sequence[Any]) -> bool:
-    return all(_is_same(value, values[0]) for value in values)
-
-
-def _is_joined(parts: Sequence[Any], whole: Any, tolerance: float) -> bool:
-    """Whether the values of the parts, joined along dim 0, are that of the whole."""
-    shape, shapes = np.shape(whole), [np.shape(part) for part in parts]
-    if not shape or any(not each or each[1:] != shape[1:] for each in shapes):
-        return False
-    joined = torch.cat([_wide(part) for part in parts])
-    return joined.shape == shape and torch.allclose(joined, _wide(whole), tolerance, tolerance)
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    """Return values joined along dim 0; the last one, where that is not possible."""
-    if len({(type(value), np.shape(value)[1:]) for value in values}) > 1:
-        return values[-1]
-    return torch.cat(list(values)) if isinstance(values[0], Tensor) else np.concatenate(values)
+    return like(kind, weighed.sum(-1) / shares.sum())
 
 
 def _values_in(found: Mapping[Path, Any]) -> dict[Path, Any]:
     return {path: value for path, value in found.items() if is_value(value)}
-
-
-def _nothing_like(value: Any) -> Any:
-    """Return what a sum of such values begins with."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value * 0
-    return type(value)()
 
 
 def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -501,55 +516,6 @@ def _takes(value: Tensor | np.ndarray) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.flags.writeable)
     return is_written_to(value) and not value.requires_grad
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, list) or type(one) is not type(other) or np.shape(one) != np.shape(other):
-        return one is other
-    if isinstance(one, Tensor):
-        if one.device != other.device or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
-    return bool(one == other or (one != one and other != other))
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() and value.dtype != torch.bool
-    return np.asarray(value).dtype.kind in "iu"
-
-
-def _wide(value: Any) -> Tensor:
-    """Return a value in float64."""
-    if isinstance(value, Tensor):
-        return value.detach().double()
-    return torch.from_numpy(np.array(value, dtype=np.float64, order="C"))
-
-
-def _change(before: Any, end: Any) -> Tensor:
-    """Return what was added to a value; all of it, where there was none of its shape."""
-    made = _wide(end)
-    if before is None or np.shape(before) != np.shape(end):
-        return made
-    return made - _wide(before).to(made.device)
-
-
-def _mark(value: Tensor) -> float:
-    """Return a number that is linear in the entries of a value, and stands for them."""
-    places = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device)
-    return float((value.flatten() * places).sum())
-
-
-def _like(value: Any, number: Tensor) -> Any:
-    """Return a number as a value of the same kind; a count stays an integer."""
-    number = number.round() if _is_count(value) else number
-    if isinstance(value, Tensor):
-        return number.to(value.device, value.dtype)
-    if isinstance(value, np.ndarray):
-        return number.cpu().numpy().astype(value.dtype)
-    return type(value)(number.item())
 
 
 def _name_of(path: Path) -> str:

@@ -29,7 +29,14 @@ from lightning_par.observe.outside import is_of_user
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["OF_LIGHTNING", "StepAttributes", "is_object", "kept_settings", "settings"]
+__all__ = [
+    "OF_LIGHTNING",
+    "StepAttributes",
+    "is_object",
+    "kept_settings",
+    "new_values",
+    "settings",
+]
 
 OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 """Attributes that every LightningModule has."""
@@ -380,6 +387,20 @@ def _sent(value: Any) -> Any:
 def _is_importable(kind: type) -> bool:
     """Whether other ranks find a class by its name."""
     return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def new_values(changes: dict[Any, Any]) -> dict[str, Any]:
+    """Return what `StepAttributes.changes` has found in attributes of the LightningModule itself,
+    without entries that came to a list.
+    """
+    found = {attribute: _new(change) for (place, attribute), change in changes.items() if not place}
+    return {attribute: value for attribute, value in found.items() if value is not None}
+
+
+def _new(change: Any) -> Any:
+    if isinstance(change, _Entries | _Appended):
+        return {key: _new(entry) for key, entry in change.changes.items()}
+    return change.value if isinstance(change, _Replaced) else None
 
 
 def _take(change: Any, before: _Held | None, value: Any) -> Any:

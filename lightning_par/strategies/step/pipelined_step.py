@@ -10,6 +10,7 @@ own backward: accumulation, hooks and loss scaling then see them where they expe
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +45,7 @@ from lightning_par.errors import (
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.attribute_values import AttributeValues
-from lightning_par.strategies.components.step_attributes import StepAttributes
+from lightning_par.strategies.components.step_attributes import new_values, StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
 from lightning_par.strategies.processes.world import World
 from lightning_par.strategies.step.batch_weights import (
@@ -254,7 +255,7 @@ class PipelinedSteps:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, weights.shares, *names, sizes)
-            found = to_cpu(merged), [_log_to_cpu(call) for call in logs]
+            found = to_cpu(merged), [replace(call, value=to_cpu(call.value)) for call in logs]
         output, logs = self.from_last_stage(found)
         replay_logs(self.module, logs, weights, sum(sizes), context)
         return output
@@ -443,10 +444,12 @@ class PipelinedSteps:
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, shares, *names, weights.sizes)
             self._values.merge(weights)
-            left = self._attributes.changes(), self._writes.take()
-            found = value, extras, logs, left
+            left = self._attributes.changes()
+            unknown = self._values.unknown(new_values(left))
+            found = value, extras, logs, (left, self._writes.take(), unknown)
         run.results.clear()
-        value, extras, logs, (left, written) = self._results.broadcast(found)
+        value, extras, logs, (left, written, unknown) = self._results.broadcast(found)
+        warn_of_results(unknown)
         self._values.put_back()
         self._take_attributes(left)
         self._writes.write("training_step", written, len(calls))
@@ -509,12 +512,6 @@ class PipelinedSteps:
                 "is NaN, too, the model computes it. If not, name the module in "
                 "ParallelPlan(replicated=...). No weight was changed.",
             )
-
-
-def _log_to_cpu(call: LogCall) -> LogCall:
-    return LogCall(
-        name=call.name, value=to_cpu(call.value), metric=call.metric, options=call.options
-    )
 
 
 class ScheduledLoss(torch.autograd.Function):

@@ -213,16 +213,41 @@ class Best(PlainModule):
         return loss
 
 
-def _told(rank: int, world: int) -> list[str]:
+class Later(PlainModule):
+    """Keeps from the second step on what the look at the first one has not seen."""
+
+    phase, auxiliary = 0, 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_batch: dict[int, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Keep them; the phase is no number of a micro-batch."""
+        loss = super().training_step(batch, batch_idx)
+        self.by_batch[batch_idx] = float(loss.detach())
+        if batch_idx:
+            self.phase, self.auxiliary = batch_idx, 2 * float(loss.detach())
+        return loss
+
+
+def _told(rank: int, world: int, kind: type[PlainModule]) -> list[str]:
     seed_everything(0, verbose=False)
     strategy = Hybrid3DStrategy(**LAYOUTS["pp2"], verify=False)
-    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=2)
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Best().double(), DataLoader(token_pairs(), 8))
+        trainer.fit(kind().double(), DataLoader(token_pairs(), 8))
     return [str(warning.message) for warning in caught]
 
 
 def test_a_minimum_of_losses_is_named() -> None:
-    told = " ".join(run_ranks(_told, 2, timeout=180)[0])
+    told = " ".join(run_ranks(_told, 2, Best, timeout=180)[0])
     assert re.search(r"self\.best in a later step, and whether .* is not known", told)
+
+
+def test_values_that_no_look_has_seen_are_named_once() -> None:
+    told = " ".join(run_ranks(_told, 2, Later, timeout=180)[0])
+    for name in (r"auxiliary", r"by_batch\[\d\]"):
+        assert len(re.findall(rf"self\.{name}", told)) == 1
+    assert "self.phase" not in told

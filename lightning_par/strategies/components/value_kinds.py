@@ -1,0 +1,155 @@
+"""Numbers, and tensors and arrays of numbers: told apart, compared, joined and computed alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_par.observe.contents import copy_of
+from lightning_par.upstream.tensor import count_of_changes
+
+__all__ = [
+    "Mark",
+    "all_equal",
+    "change_of",
+    "is_count",
+    "is_near",
+    "is_same",
+    "is_value",
+    "join",
+    "joins_to",
+    "like",
+    "linear_mark",
+    "nothing_like",
+    "wide",
+]
+
+_LARGEST = 2**20
+"""How many entries a value has that is followed."""
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value is a number, or a tensor or an array of numbers, that is followed."""
+    if type(value) is Tensor:
+        is_other = value.is_complex() or value.is_meta or value.is_inference()
+        return value.layout == torch.strided and not is_other and 0 < value.numel() <= _LARGEST
+    if type(value) is np.ndarray:
+        return value.dtype.kind in "biuf" and 0 < value.size <= _LARGEST
+    return type(value) in (bool, int, float) or isinstance(value, np.integer | np.floating)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are of one kind and shape, and equal; NaN equals NaN."""
+    if isinstance(one, list) or type(one) is not type(other) or np.shape(one) != np.shape(other):
+        return one is other
+    if isinstance(one, Tensor):
+        if one.device != other.device or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
+    return bool(one == other or (one != one and other != other))
+
+
+def all_equal(values: Sequence[Any]) -> bool:
+    """Whether all values are the first one again."""
+    return all(is_same(value, values[0]) for value in values)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value consists of integers."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and value.dtype != torch.bool
+    return np.asarray(value).dtype.kind in "iu"
+
+
+def wide(value: Any) -> Tensor:
+    """Return a value in float64."""
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.from_numpy(np.array(value, dtype=np.float64, order="C"))
+
+
+def change_of(before: Any, end: Any) -> Tensor:
+    """Return what was added to a value; all of it, where there was none of its shape."""
+    made = wide(end)
+    if before is None or np.shape(before) != np.shape(end):
+        return made
+    return made - wide(before).to(made.device)
+
+
+def is_near(change: Tensor, whole: Tensor, tolerance: float) -> bool:
+    """Whether a change is that of the whole, up to roundings of its largest entry."""
+    if not bool(torch.isfinite(whole).all()):
+        return bool(torch.equal(change, whole))
+    return bool(((change - whole).abs() <= tolerance * whole.abs().max()).all())
+
+
+def joins_to(parts: Sequence[Any], whole: Any, tolerance: float) -> bool:
+    """Whether the values of the parts, joined along dim 0, are that of the whole."""
+    shape, shapes = np.shape(whole), [np.shape(part) for part in parts]
+    if not shape or any(not each or each[1:] != shape[1:] for each in shapes):
+        return False
+    joined = torch.cat([wide(part) for part in parts])
+    return joined.shape == shape and torch.allclose(joined, wide(whole), tolerance, tolerance)
+
+
+def join(values: Sequence[Any]) -> Any:
+    """Return values joined along dim 0; the last one, where that is not possible."""
+    if len({(type(value), np.shape(value)[1:]) for value in values}) > 1:
+        return values[-1]
+    return torch.cat(list(values)) if isinstance(values[0], Tensor) else np.concatenate(values)
+
+
+def nothing_like(value: Any) -> Any:
+    """Return what a sum of such values begins with."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value * 0
+    return type(value)()
+
+
+def linear_mark(value: Tensor) -> float:
+    """Return a number that is linear in the entries of a value, and stands for them."""
+    places = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device)
+    return float((value.flatten() * places).sum())
+
+
+def like(value: Any, number: Tensor) -> Any:
+    """Return a number as a value of the same kind; a count stays an integer."""
+    number = number.round() if is_count(value) else number
+    if isinstance(value, Tensor):
+        return number.to(value.device, value.dtype)
+    if isinstance(value, np.ndarray):
+        return number.cpu().numpy().astype(value.dtype)
+    return type(value)(number.item())
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A value as it is now.
+
+    Attributes:
+        value: The value; a tensor without its graph.
+        changes: How often a tensor was written to; 0 for others, of which `value` is a copy.
+    """
+
+    value: Any
+    changes: int
+
+    @classmethod
+    def of(cls, value: Any) -> "Mark":
+        """Note a value."""
+        if isinstance(value, Tensor):
+            return cls(value.detach(), count_of_changes(value))
+        return cls(copy_of(value), 0)
+
+    def is_same(self, other: "Mark") -> bool:
+        """Whether the other one has the same value; one that was written to counts as another."""
+        one, another = self.value, other.value
+        are_tensors = isinstance(one, Tensor) and isinstance(another, Tensor)
+        if are_tensors and one.data_ptr() == another.data_ptr():
+            return self.changes == other.changes
+        return is_same(one, another)
