@@ -124,4 +124,7 @@ def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
     """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:
-        raise CheckpointError("LP502", f"{reader.path} cannot be exported: {'; '.join(problems)}.")
+        raise CheckpointError(
+            "LP502",
+            f"{reader.path} cannot be exported: {'; '.join(problems)}. Use another checkpoint.",
+        )

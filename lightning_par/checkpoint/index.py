@@ -206,8 +206,8 @@ class Index:
                     raise CheckpointError(
                         "LP502",
                         f"the index is not valid: {name} ({kind}) has the shape {entry.shape}, "
-                        f"but its parts, given by offset and shape, {boxes}, do not cover it "
-                        "exactly once.",
+                        f"but its parts, given by offset and shape, {boxes}, do not fill this "
+                        "shape exactly once, so this checkpoint cannot be used.",
                     )
 
 
@@ -314,7 +314,7 @@ class Manifest:
         if data != _first_line(body) + body:
             raise CheckpointError(
                 "LP502",
-                f"{where} is damaged: its content does not have the checksum in its first line. "
+                f"{where} is damaged: its content does not match the checksum in its first line. "
                 "Use another checkpoint.",
             )
         with well_formed(where):

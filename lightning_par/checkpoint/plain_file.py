@@ -153,7 +153,8 @@ def damage(path: Any, error: Exception) -> CheckpointError:
         said = f"{type(error).__name__}: {said}"
     return CheckpointError(
         "LP502",
-        f"{path} cannot be read as a checkpoint, so it is damaged or another kind of file: {said}",
+        f"{path} cannot be read as a checkpoint ({said}), so the file is damaged or of another "
+        "kind. Pass the path of another checkpoint.",
     )
 
 

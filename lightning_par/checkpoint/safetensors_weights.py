@@ -85,5 +85,7 @@ def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
                 chunk = Chunk(file, key, (0,) * len(shape), shape)
                 found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError("LP502", f"{folder / file} cannot be read: {error}") from error
+        raise CheckpointError(
+            "LP502", f"{folder / file} cannot be read ({error}). Save or download the file again."
+        ) from error
     return found

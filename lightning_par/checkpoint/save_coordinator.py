@@ -263,5 +263,6 @@ class CheckpointSaver:
 def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
         "LP508",
-        f"{path} was not saved, since some rank did not call save_checkpoint or failed: {error}",
+        f"{path} was not saved, since some rank did not call save_checkpoint or failed ({error}). "
+        "Call save_checkpoint on every rank, and look for the first error in the ranks' logs.",
     )

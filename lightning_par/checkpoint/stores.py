@@ -237,7 +237,8 @@ class FileStore(Store):
             except SafetensorError as error:
                 raise CheckpointError(
                     "LP502",
-                    f"the record {file} of the checkpoint {self._path} cannot be read: {error}",
+                    f"the checkpoint {self._path} is damaged: its part {file} cannot be read "
+                    f"({error}). Use another checkpoint.",
                 ) from error
         return self._state[file][key]
 

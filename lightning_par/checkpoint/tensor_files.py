@@ -89,7 +89,8 @@ class TensorFiles:
             found: Tensor = self._open[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                "LP502", f"{self._folder / file} cannot be read: {error}"
+                "LP502",
+                f"{self._folder / file} cannot be read ({error}). Use another checkpoint.",
             ) from error
         return found
 

@@ -65,10 +65,10 @@ def run_forked(function: Callable[[], _T]) -> _T:
     try:
         # A deadlock of the user's code in the fork must not stop the run.
         if not receiver.poll(_LIMIT):
-            raise ForkError(f"it took more than {_LIMIT:.0f} s")
+            raise ForkError(f"this took more than {_LIMIT:.0f} s")
         succeeded, value = pickle.loads(receiver.recv_bytes())
     except EOFError:
-        raise ForkError("the process that was forked for it ended early") from None
+        raise ForkError("the fork ended early") from None
     finally:
         receiver.close()
         # Also if it has answered: threads of the user's may go on in it.

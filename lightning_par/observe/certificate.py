@@ -90,7 +90,8 @@ def read_certificate(folder: Path) -> Certificate:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            "LP806", f"the certificate {path} cannot be read: {error}"
+            "LP806",
+            f"the certificate {path} cannot be read: {error}. Use the file that the run wrote.",
         ) from error
     given = content if isinstance(content, dict) else {}
     # `dict[str, str]` is no class for isinstance; its origin is.

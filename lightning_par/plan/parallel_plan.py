@@ -35,7 +35,10 @@ class _Frozen(dict[str, Any]):
     """A dict that cannot be changed; unlike `MappingProxyType` it can be hashed and pickled."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("a ParallelPlan is a value and does not support item assignment")
+        raise TypeError(
+            "a ParallelPlan does not support item assignment. Make a new plan with "
+            "dataclasses.replace(plan, field=...)."
+        )
 
     __delitem__ = __ior__ = __setitem__ = clear = pop = popitem = setdefault = update = _refuse
 

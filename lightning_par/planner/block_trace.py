@@ -88,7 +88,7 @@ def shape_of(
                 module, length or (seen or partial(length_of_step, module, example))()
             )
         except ConfigurationError as error:
-            unread = f"{error.message}; and "
+            unread = f"{error.message.removesuffix('.')}. Also, "
     try:
         return _traced(module, plan(), example, length)
     except ConfigurationError as error:
@@ -142,7 +142,9 @@ def _traced(
         return run_forked(lambda: trace_shape(module, plan, example(), *args, **options))
     except ForkError as error:
         raise ConfigurationError(
-            "LP907", f"the step of the model could not be traced: {error}"
+            "LP907",
+            f"the time of {type(module).__name__} cannot be predicted: one of its steps could not "
+            f"be traced in a fork of this process ({error}). Choose the sizes of the mesh yourself",
         ) from None
 
 

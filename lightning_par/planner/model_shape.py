@@ -49,9 +49,9 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         names = ", ".join([*missing, *(["max_length"] if length is None else [])])
         raise ConfigurationError(
             "LP907",
-            f"the configuration {type(config).__name__} has no {names}, which a prediction needs: "
-            "it is possible for transformers of equal blocks only. Use a configuration with these "
-            "fields; instead of max_length, a length can be passed.",
+            f"the configuration {type(config).__name__} has no {names}, which the prediction of "
+            f"memory and time needs. Add {names} to the configuration; the option --length of the "
+            "command, in tokens of a sample, replaces max_length.",
         )
     activation = _first(config, ("activation", "hidden_act")) or ""
     # transformers' gated models name SiLU; GPT-2 and BERT name GELU.
@@ -89,8 +89,9 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
     if not configs:
         raise ConfigurationError(
             "LP907",
-            f"no module of {name} has an attribute `config` that holds the sizes of a transformer "
-            "of equal blocks, such as GPTConfig",
+            f"no module of {name} has an attribute `config` from which the time of a step can be "
+            f"predicted. If {name} is a transformer of equal blocks, give it a `config` with "
+            "num_layers, model_dim, num_heads and vocab_size, such as GPTConfig",
         )
     shape = read_shape(configs[0], length)
     held = sum(parameter.numel() for parameter in module.parameters())
@@ -99,7 +100,8 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
         raise ConfigurationError(
             "LP907",
             f"{type(configs[0]).__name__} describes a transformer with {shape.parameters:,} "
-            f"weights, but {name} has {held:,}, so it is no transformer of equal blocks",
+            f"weights, but {name} has {held:,}, so the time of {name} cannot be predicted from "
+            "this configuration. Correct its sizes if they are wrong",
         )
     return shape
 

@@ -316,7 +316,11 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError("LP401", f"schedule={str(path)!r} cannot be read: {error}") from error
+        raise ScheduleError(
+            "LP401",
+            f"schedule={str(path)!r} cannot be read: {error}. Pass the path of a text file with "
+            "one line of actions for each pipeline rank.",
+        ) from error
     # Comments and empty lines are for the reader of the file.
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     rows = [parse_actions(" ".join(words)) for words in lines if words]

@@ -576,9 +576,9 @@ class GhostModule(_Shape):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} returns a tensor of {tensor.dtype} whose values later "
-                "pipeline stages need. Name it, and the modules that compute its inputs, in "
-                "ParallelPlan(replicated=...).",
+                f"{self.__dict__['_fqn']} returns a tensor of {tensor.dtype} on another pipeline "
+                "stage, so this stage lacks its values. Name this module, and the modules that "
+                "compute its inputs, in ParallelPlan(replicated=...).",
             )
         return poison(tensor.shape, tensor.dtype, device)
 
@@ -594,7 +594,7 @@ class GhostModule(_Shape):
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} is on another pipeline stage, and its forward needs "
-                f"values to compute its shapes here ({str(error).splitlines()[0]}). Name it in "
-                "ParallelPlan(replicated=...).",
+                f"{self.__dict__['_fqn']} is on another pipeline stage, and the shapes of its "
+                f"output depend on values that this stage lacks ({str(error).splitlines()[0]}). "
+                "Name this module in ParallelPlan(replicated=...).",
             ) from error

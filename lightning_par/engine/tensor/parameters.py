@@ -70,7 +70,7 @@ def shard_parameter(
             raise PlanError(
                 "LP207",
                 f"a parameter cannot be sharded as {placement}: a shard has to be one contiguous "
-                "block of one dim.",
+                "block of one dim. Use Shard(dim) or Replicate().",
             )
     if local is not full:
         # A view would keep the whole tensor in memory.

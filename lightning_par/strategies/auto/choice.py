@@ -113,8 +113,8 @@ class Choice:
         if self.predicted is None:
             return (
                 f"auto_parallel chose {self.layout} without a prediction of its time, since "
-                f"{self.reason}. In this case it prefers replicas, then ZeRO sharding, then "
-                f"layouts that divide the model.{left_out}"
+                f"{self.reason}. Without a prediction, auto_parallel prefers replicas, then ZeRO "
+                f"sharding, then layouts that divide the model.{left_out}"
             )
         lines = [
             f"auto_parallel chose {_describe(self.predicted)}, predicted with the device profile "
@@ -223,8 +223,8 @@ class LayoutChooser:
         if self.options.schedule not in SCHEDULES:
             raise ConfigurationError(
                 "LP907",
-                "its time cannot be predicted with a schedule from a file "
-                f"({self.options.schedule!r})",
+                f"schedule={self.options.schedule!r} is a file, and the time of such schedules "
+                "cannot be predicted. For a prediction use the name of a schedule, such as '1f1b'",
             )
         device = find_profile(self.wish.profile, self.device, self.node)
         code = implementation(str(self.trainer.precision), device)
@@ -296,8 +296,8 @@ class LayoutChooser:
         if problems and not fits:
             raise MeshError(
                 "LP105",
-                f"auto_parallel: {problems[-1].message} This is a prediction: Hybrid3DStrategy "
-                "with sizes that you choose trains without one.",
+                f"auto_parallel: {problems[-1].message} This is a prediction. To train without "
+                "a prediction, use Hybrid3DStrategy with sizes that you choose.",
             )
 
     def _spaces(self, accepts: Any) -> Iterator[LayoutSpace]:

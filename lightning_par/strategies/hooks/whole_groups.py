@@ -153,19 +153,21 @@ class WholeGroups:
         return self._found[index]
 
     def _exchanged(self) -> list[dict[str, Any]]:
-        view, what = self._view, "the states of the optimizers"
+        view, what, failure = self._view, "the states of the optimizers", ""
         here = view.parameters_here().items()
         own = [{n: _described(n, plain[p]) for n, p in here if p in plain} for plain in self._plain]
         try:
             pickle.dumps(own)
         except Exception as error:  # whatever an optimizer of a user's keeps
-            what += f", which cannot be sent from stage to stage: {error}"
+            failure = str(error) or type(error).__name__
+            what += f", which cannot be sent from stage to stage: {failure}"
         view.agree(what)
-        if "cannot" in what:
+        if failure:
             raise PlanError(
                 "LP408",
-                f"a hook{user_line()} reads {what}. Keep only tensors, numbers and text in the "
-                "states of the optimizers.",
+                f"a hook{user_line()} reads the states of the optimizers, but those of other "
+                f"pipeline stages cannot be sent to this stage: {failure}. Keep only tensors, "
+                "numbers and text in the states of the optimizers.",
             )
         told = [own] * dist.get_world_size(view.group)
         dist.all_gather_object(told, own, group=view.group)

@@ -92,9 +92,9 @@ def compare_by_blocks(
     """
     if not step.can_repeat:
         return CannotProveError(
-            "the model is compared by blocks only, for which forward and backward are taken again, "
-            "without dropout: not in manual optimization, with an optimizer on the host, with "
-            "compressed gradients, with compiled blocks or with a scaled loss"
+            "the model is compared by blocks only, for which forward and backward are repeated "
+            "without dropout. This is not possible in manual optimization, with an offloaded "
+            "optimizer, compressed gradients, compiled blocks or a scaled loss"
         )
     model = step.model
     # Before the batch, which may change buffers.

@@ -116,7 +116,8 @@ class _Alone(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         if any(one is other for one in self.optimizers for other in self._theirs):
             raise RuntimeError(
-                "configure_optimizers gives the optimizer of the run once more, which has stepped"
+                "configure_optimizers returns the same optimizer object each time, and this "
+                "optimizer has already stepped. Make a new optimizer in configure_optimizers"
             )
         module = self._module
         named = dict(module.named_parameters(remove_duplicate=False))

@@ -129,7 +129,7 @@ def _without_sockets() -> Iterator[None]:
     def refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any) -> Any:
             if threading.get_ident() == thread:
-                raise RuntimeError(f"it calls socket.{name}, which would send the same twice")
+                raise RuntimeError(f"it calls socket.{name}, which would send the same data twice")
             return plain(*args)
 
         return method

@@ -319,5 +319,6 @@ class GradientNorms:
         raise ConfigurationError(
             "LP410",
             f"pipeline_parallel_size={self._stages}: in a hook between backward and optimizer "
-            f"step {what}. Whether these belong to one norm over the model is not known. {_CURE}",
+            f"step {what}. It is not known whether they are parts of one norm over the whole "
+            f"model. {_CURE}",
         )
