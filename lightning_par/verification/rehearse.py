@@ -354,7 +354,9 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
     try:
         found = ours.recv()
     except EOFError:
-        found = RuntimeError(f"the rehearsal of rank {rank} died; what it said is above.")
+        found = RuntimeError(
+            f"the process that rehearsed rank {rank} ended without a result. Its output is above."
+        )
     process.join()
     if isinstance(found, Exception):
         raise found

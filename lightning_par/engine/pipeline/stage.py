@@ -218,7 +218,7 @@ class Stage:
         if not self.is_last and not state.left:
             raise PipelineError(
                 "LP406",
-                f"the step returned before it had called block {self.end_block}. It skipped "
+                f"the step returned before it had called block {self.end_block}. The step skipped "
                 "blocks, returned early, or caught the BaseException that ends a stage (a bare "
                 "`except:` around the model call). Call the whole model once for every batch, and "
                 "catch Exception. To skip a batch, remove it in the data set or collate_fn; or "

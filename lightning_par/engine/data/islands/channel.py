@@ -102,7 +102,7 @@ class Channel:
             try:
                 proof = self._read(_MAC)
             except MessageError as error:
-                raise MessageError("closed the connection; has it the same key?") from error
+                raise MessageError("closed the connection. Does it have the same key?") from error
             _check(proof, _mac(key, b"server proof", nonces), "does not know the key")
         # One for each direction, so that a message cannot be sent back to who sent it.
         keys = [_mac(key, b"from server", nonces), _mac(key, b"from client", nonces)]
@@ -151,7 +151,7 @@ class Channel:
         if header_length > _HEADER_LIMIT or length > limit:
             raise MessageError(
                 f"sent {header_length:,} + {length:,} bytes; at most {_HEADER_LIMIT:,} + {limit:,} "
-                "make sense here."
+                "are allowed here."
             )
         text, payload = self._read(header_length), self._read(length)
         _check(self._read(_MAC), self._sign(1, text, payload), "sent a forged message")
