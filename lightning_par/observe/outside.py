@@ -2,14 +2,16 @@
 
 A script often notes what happens in a list next to the module, or counts on its class. The first
 look and the proof run the user's code once more than one process does; what it has changed there is
-put back. Found are the names that the code itself uses, and those of functions that it calls.
+put back. Stages of a pipeline hand it on like attributes. Found are the names that the code itself
+uses, and those of functions that it calls.
 """
 
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
@@ -29,7 +31,7 @@ from lightning_par.observe.contents import (
     UNCHANGEABLE,
 )
 
-__all__ = ["is_of_user", "outside_kept", "outside_state"]
+__all__ = ["Scope", "is_of_user", "outside_kept", "outside_scopes", "outside_state"]
 
 _OF_THE_RUN = (
     nn.Module,
@@ -43,6 +45,36 @@ _OF_THE_RUN = (
 """What `untouched` and the proof take care of, or what is only read and may be large."""
 _LARGEST = 100_000
 """Items up to which a container is looked into; a larger one is data."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Names to which the user's code binds values: attributes of an object or of a class, globals
+    of a module, or variables of the function around another one.
+
+    Attributes:
+        held: What the names are bound to now.
+        write: Binds a name.
+        drop: Removes a name.
+        names: Those that belong to the user's code; None: all but special ones.
+        without: Those that are left out, such as large data.
+    """
+
+    held: Mapping[str, Any]
+    write: Callable[[str, Any], Any]
+    drop: Callable[[str], Any]
+    names: set[str] | None = None
+    without: set[str] = field(default_factory=set)
+
+    def entries(self) -> dict[str, Any]:
+        """Return what the names are bound to, without modules and what else is kept elsewhere."""
+        known = {*self.held} if self.names is None else self.names.intersection(self.held)
+        named = {name: self.held[name] for name in known - self.without}
+        return {
+            name: value
+            for name, value in named.items()
+            if not name.startswith("__") and not isinstance(value, _OF_THE_RUN)
+        }
 
 
 @contextmanager
@@ -84,15 +116,57 @@ def outside_state(owners: Iterable[object]) -> Callable[[], None]:
     return put_back
 
 
+def outside_scopes(owners: Iterable[object]) -> dict[str, Scope]:
+    """Return where the methods of some objects may keep values outside of these objects, by names
+    that are the same on all ranks.
+
+    Args:
+        owners: The module and its parts.
+    """
+    found = _References()
+    for kind in dict.fromkeys(map(type, owners)):
+        found.add_class(kind)
+    return found.scopes
+
+
+class _Closure(Mapping[str, Any]):
+    """Variables of the function around another one, by their names."""
+
+    def __init__(self, cells: dict[str, CellType]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # it is empty
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+    def __len__(self) -> int:
+        return len([*self])
+
+    def write(self, name: str, value: Any) -> None:
+        """Bind a variable."""
+        self._cells[name].cell_contents = value
+
+    def drop(self, name: str) -> None:
+        """Make a variable unbound."""
+        del self._cells[name].cell_contents
+
+
 class _References:
     """Values that functions and classes of the user refer to.
 
     Attributes:
         restores: Each gives one of them its present value again.
+        scopes: Where the names of these values stand.
     """
 
     def __init__(self) -> None:
         self.restores: list[Callable[[], Any]] = []
+        self.scopes: dict[str, Scope] = {}
         self._seen: set[int] = set()
         self._names: set[tuple[int, str]] = set()
 
@@ -105,12 +179,14 @@ class _References:
             self._seen.add(id(base))
             attributes = dict(vars(base))
             self.restores.append(partial(_restore_class, base, attributes))
+            writes = partial(setattr, base), partial(delattr, base)
+            self.scopes[f"{base.__qualname__}"] = Scope(vars(base), *writes)
             for value in attributes.values():
                 self._add(value)
 
     def add_function(self, value: Any) -> None:
         """Add what a function, method, property or partial refers to; nothing of another value."""
-        if type(value) in UNCHANGEABLE:
+        if type(value) in UNCHANGEABLE or is_container(value):
             return
         # Of methods, partials, properties and decorated functions: what is inside of each.
         for name in ("__func__", "func", "fget", "__wrapped__"):
@@ -122,6 +198,9 @@ class _References:
         if not is_of_user(value.__module__):
             return
         self._seen.add(id(value))
+        if value.__closure__:
+            held = _Closure(dict(zip(value.__code__.co_freevars, value.__closure__, strict=True)))
+            self.scopes[f"{value.__qualname__}()"] = Scope(held, held.write, held.drop)
         names = names_in(value)
         self._add_names(value.__globals__, names)
         for cell in value.__closure__ or ():
@@ -130,6 +209,12 @@ class _References:
             self._add(default)
 
     def _add_names(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
+        # The script is `__main__`, and `__mp_main__` where it was spawned.
+        place = str(namespace.get("__name__")).replace("__mp_main__", "__main__")
+        writes = namespace.__setitem__, namespace.__delitem__
+        scope = self.scopes.setdefault(place, Scope(namespace, *writes, set()))
+        if scope.names is not None:
+            scope.names.update(names)
         for name in names:
             if name in namespace and (id(namespace), name) not in self._names:
                 self._names.add((id(namespace), name))

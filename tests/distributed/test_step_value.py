@@ -202,12 +202,14 @@ def files_of_a_step(rank: int, world: int) -> set[str]:
 def test_a_steady_hybrid_step_enters_few_files() -> None:
     found = run_ranks(files_of_a_step, 4)
     assert all({"strategies/mesh_strategy.py", "engine/pipeline/executor.py"} <= f for f in found)
-    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Eight
-    # watch: collectives over all ranks (two), what it writes and leaves in attributes (three),
-    # forwards and other code of hooks (two), the form of the loss.
+    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Ten
+    # watch: collectives over all ranks (two), what it writes and leaves in attributes and outside
+    # of the module (five), forwards and other code of hooks (two), the form of the loss.
     watches = {
+        "observe/outside.py",
         "strategies/processes/world_collectives.py",
         "strategies/components/attribute_values.py",
+        "strategies/components/sendable.py",
         "strategies/components/step_attributes.py",
         "strategies/components/step_writes.py",
         "strategies/hooks/outer_forward.py",

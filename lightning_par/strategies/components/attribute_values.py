@@ -22,7 +22,6 @@ joined like a tensor.
 Length: the rounds of a look, and what they mean for numbers, tensors and arrays alike.
 """
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.observe.contents import copy_of, is_written_to
+from lightning_par.observe.contents import copy_of, is_written_to, UNCHANGEABLE
 from lightning_par.strategies.components.attribute_paths import (
     ABSENT,
     around,
@@ -44,9 +43,11 @@ from lightning_par.strategies.components.attribute_paths import (
     inside,
     Path,
     remove,
+    scopes_of,
     set_at,
     value_at,
 )
+from lightning_par.strategies.components.sendable import shallow_copy
 from lightning_par.strategies.components.value_kinds import (
     all_equal,
     change_of,
@@ -63,18 +64,19 @@ from lightning_par.strategies.components.value_kinds import (
     wide,
 )
 from lightning_par.strategies.step.batch_weights import BatchWeights
+from lightning_par.strategies.step.returned import warn_of_results
 from lightning_par.strategies.step.step_traces import LogCall
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["AttributeValues"]
 
-Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path]]
+Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path], list[str]]
 """What a look has found: values that begin anew -> whether they are joined; what the whole has left
-of those that parts leave otherwise; values that go on.
+of those that parts leave otherwise; values that go on; names of lists that are not told.
 """
 
-_MOST = 4096
-"""How many values are followed."""
+_MOST, _SENT = 4096, 2**20
+"""How many values are followed, and how many entries one has that a look sends to other stages."""
 
 
 class AttributeValues:
@@ -91,7 +93,7 @@ class AttributeValues:
     """
 
     def __init__(self, module: pl.LightningModule, *, stages: int, divides: bool) -> None:
-        self._module, self._stages = module, stages
+        self._module, self._stages, self._scopes = module, stages, scopes_of(module)
         self.anew: dict[Path, bool] = {}
         self.is_known = not divides
         self._going: list[Path] = []  # what goes on from one micro-batch to the next
@@ -99,14 +101,18 @@ class AttributeValues:
         self._runs = 0  # of a round of a look
         # What stood there when the step began; also dicts, lists and objects that hold values.
         self._raw: dict[Path, Any] = {}
-        self._made: dict[Path, Any] = {}  # what holds values of the batch, where the step made it
+        # Containers and objects that were there; and others, with copies for values of the batch.
+        self._before: dict[int, Any] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}
         self._start: dict[Path, Any] = {}  # copies of the values among it
         self._given: dict[Path, Any] = {}  # copies of these, which a micro-batch gets
         self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
         # Attributes with values of which no look has told, those that a warning has named, and what
         # micro-batches leave there.
-        self._unknown, self._told = set[str](), set[str]()
+        self._unknown, self._told = set[Path](), set[Path]()
         self._unlike: dict[int, dict[Path, Mark]] = {}
+        self._alike = set[Path]()  # what was the same in each part of the look
+        self._other_than_seen: dict[Path, str] = {}  # of these, what micro-batches have left unlike
         self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
 
     @property
@@ -119,7 +125,11 @@ class AttributeValues:
         """Note what is there before a step; in evaluation nothing is followed."""
         self._clear()
         names = [] if not trains else [*self.anew, *(self._going if self._stages > 1 else ())]
-        self._note([*around(names), *names])
+        if names:
+            self._note([*around(names), *names])
+        if any(len(path) > 2 for path in names):
+            found = entries(self._scopes)
+            self._before = {id(held): held for _, held in found if inside(held) is not None}
 
     @contextmanager
     def look(self, runs: int) -> Iterator[None]:
@@ -129,7 +139,7 @@ class AttributeValues:
             runs: Number of runs of a round.
         """
         self._clear()
-        self._note([path for path, _ in entries(self._module)])
+        self._note([path for path, _ in entries(self._scopes)])
         self._runs = runs
         try:
             yield
@@ -157,10 +167,11 @@ class AttributeValues:
         # What comes before the model is done by each stage of a rank; that of the last one counts.
         self._counts[index] += 1
         is_last = self._counts[index] == self._stages
-        before = {} if is_last else self._found(None if self._runs else self._going)
-        aside = _values_in(before)
+        before = {} if is_last else self._found(None)
+        # Of those that a step may write into, tensors and arrays that were seen to change.
+        aside = {} if is_last else _values_in(before if self._runs else self._found(self._going))
         for path, value in _copies(aside).items():
-            set_at(self._module, path, value)
+            set_at(self._scopes, path, value)
         try:
             yield
         finally:
@@ -168,15 +179,14 @@ class AttributeValues:
             # Copies in a look, in which later runs may write to the same tensor.
             self._ends[index] = _copies(now) if self._runs else _detached(now)
             if self._unknown and not self._runs:
-                held = {n: v for n, v in vars(self._module).items() if n in self._unknown}
-                self._unlike[index] = {p: Mark.of(v) for p, v in self._others(held).items()}
-            for path in sorted(before, key=len):
-                if path in aside or inside(before[path]) is not None:
-                    set_at(self._module, path, before[path])
+                named = {path: value_at(self._scopes, path) for path in self._unknown}
+                self._unlike[index] = {p: Mark.of(v) for p, v in self._others(named).items()}
+            if not is_last:
+                self._put_all(before)
 
     def learn(self) -> Learned:
         """Return what two rounds of a look tell."""
-        found: Learned = ({}, {}, [])
+        found: Learned = ({}, {}, [], [])
         tolerance = self._tolerance
         whole, *rest = (self._ends.get(at, {}) for at in range(2 * self._runs - 1))
         lists = set[Path]()  # whose entries are not those of parts
@@ -187,12 +197,14 @@ class AttributeValues:
             if is_other or any(each is None for each in own) or is_same(value, start):
                 continue
             parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
-            if isinstance(value, list):
-                lengths = [len(each or ()) for each in parts]
-                if {len(value)} != {*lengths}:
+            if any(isinstance(each, list) for each in (value, *own)):
+                kind = _kind_of_list(value, parts, in_a_row)
+                if kind == "joined":
+                    found[0][path] = True
+                elif kind == "unlike":
+                    found[3].append(_name_of(path))
+                if kind != "of one length":
                     lists.add(path)
-                if sum(lengths) == len(value) > max(lengths):
-                    found[0][path], found[1][path] = True, value
                 continue
             shapes = {np.shape(each) for each in (value, *own)}
             if len(shapes) > 1 and not joins_to(parts, value, tolerance):
@@ -201,7 +213,8 @@ class AttributeValues:
                 found[2].append(path)
                 continue
             found[0][path] = len(shapes) > 1
-            if not all(is_same(part, value) for part in parts):
+            is_alike = all(is_same(part, value) for part in parts)
+            if math.prod(np.shape(value)) <= _SENT and not is_alike:
                 found[1][path] = value
         return found
 
@@ -221,7 +234,11 @@ class AttributeValues:
         every: list[dict[Path, bool] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(every, None if found is None else found[0])
         self.is_known = all(each is not None for each in every)
-        self.anew, self._left, self._going = found or ({}, {}, [])
+        self.anew, self._left, self._going, unlike = found or ({}, {}, [], [])
+        # The others are the same in all parts of the look.
+        self._alike = self.anew.keys() - self._left.keys()
+        if unlike:
+            warn_of_results(unlike)
         others = {path: joined for each in every for path, joined in (each or {}).items()}
         self.anew = others | self.anew if self.is_known else {}
         return bool(self.anew)
@@ -299,9 +316,13 @@ class AttributeValues:
         for path, is_joined in self.anew.items():
             places = [at for at, end in sorted(self._ends.items()) if path in end]
             values = [self._ends[at][path] for at in places]
-            if values and all(isinstance(value, list) for value in values):
-                self._keep(path, [entry for value in values for entry in value])
+            if any(isinstance(value, list) for value in values):
+                if all(isinstance(value, list) for value in values):
+                    self._keep(path, [entry for value in values for entry in value])
                 continue
+            is_compared = path in self._alike and all(_is_on_host(value) for value in values)
+            if is_compared and not all_equal(values):
+                self._other_than_seen[path[:2]] = _name_of(path[:2])
             shapes = {np.shape(value) for value in values}
             if is_joined and values and all(shapes):
                 self._keep(path, join(values))
@@ -309,31 +330,40 @@ class AttributeValues:
                 self._keep(path, _combined(values, self._start.get(path), places, path, weights))
         self._clear()
 
-    def unknown(self, changes: Mapping[str, Any]) -> list[str]:
+    def unknown(self, changes: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return names of values that micro-batches have left unlike, and no look has told of.
 
         Args:
-            changes: What the step has left in attributes, without new entries of lists.
+            changes: What the step has left in each scope, without new entries of lists.
         """
-        found = {}
-        for path in {path for marks in self._unlike.values() for path in marks}:
-            first, *others = (marks[path] for marks in self._unlike.values() if path in marks)
-            if not all(first.is_same(other) for other in others):
-                found[str(path[0])] = _name_of(path)
+        found, every = dict(self._other_than_seen), list(self._unlike.values())
+        for path in {path for marks in every for path in marks}:
+            first, *others = [marks[path] for marks in every if path in marks]
+            # A list gets new entries from each micro-batch.
+            is_entry = isinstance(value_at(self._scopes, path[:-1]), list)
+            is_in_all = is_entry or len(others) + 1 == len(every)
+            if not (is_in_all and all(map(first.is_same, others))):
+                found[path[:2]] = _name_of(path[:2])
+        found = {path: name for path, name in found.items() if path not in self._told}
         self._unlike.clear()
+        self._other_than_seen.clear()
         self._told |= found.keys()
-        self._unknown |= {str(path[0]) for path in self._others(changes)}
+        named: dict[Path, Any] = {
+            (place, name): v for place, held in changes.items() for name, v in held.items()
+        }
+        self._unknown |= {path[:2] for path in self._others(named)}
         self._unknown -= self._told
         return [*found.values()]
 
-    def _others(self, held: Mapping[str, Any]) -> dict[Path, Any]:
-        """Return the values in attributes of which no look has told."""
+    def _others(self, named: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Return the values in what some names are bound to of which no look has told."""
         known = {*self.anew, *self._going}
-        return {path: v for path, v in entries_in(held) if is_value(v) and path not in known}
+        found = (entries_in({path[1]: value}, path[:1]) for path, value in named.items())
+        return {p: v for each in found for p, v in each if is_value(v) and p not in known}
 
     def _clear(self) -> None:
-        every = self._raw, self._made, self._start, self._given, self._ends, self._counts
-        for held in every:
+        every = self._raw, self._before, self._made, self._start, self._given, self._ends
+        for held in (*every, self._counts):
             held.clear()
 
     def _note(self, paths: Iterable[Path]) -> None:
@@ -343,9 +373,9 @@ class AttributeValues:
     def _found(self, paths: Iterable[Path] | None) -> dict[Path, Any]:
         """Return what stands there now, and the containers around it; None: all that there is."""
         if paths is None:
-            return dict(entries(self._module))
+            return dict(entries(self._scopes))
         paths = list(paths)
-        found = ((path, value_at(self._module, path)) for path in (*around(paths), *paths))
+        found = ((path, value_at(self._scopes, path)) for path in (*around(paths), *paths))
         return {path: value for path, value in found if value is not ABSENT}
 
     def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
@@ -365,13 +395,13 @@ class AttributeValues:
 
     def _is_in_new_entry(self, path: Path) -> bool:
         """Whether a value is in an entry that came to a list which was there before the step."""
-        ends = ((path[:length], path[: length + 1]) for length in range(1, len(path)))
+        ends = ((path[:length], path[: length + 1]) for length in range(2, len(path)))
         lists = (
             (held, place)
             for place, entry in ends
             if entry not in self._raw and isinstance(held := self._raw.get(place), list)
         )
-        return any(held is value_at(self._module, place) for held, place in lists)
+        return any(held is value_at(self._scopes, place) for held, place in lists)
 
     def _put(self, values: Mapping[Path, Any], stay: set[Path]) -> None:
         """Let these be the values; what was none when the step began is that again.
@@ -384,7 +414,7 @@ class AttributeValues:
         self._put_containers(stay)
         for path in now.keys() - values.keys():
             if path not in self._raw and around([path]) & stay:
-                set_at(self._module, path, nothing_like(now[path]))
+                set_at(self._scopes, path, nothing_like(now[path]))
             else:
                 self._put_raw(path)
         now = self._now() if self._runs else {}
@@ -394,7 +424,7 @@ class AttributeValues:
             if (path in self.anew if not self._runs else not is_same(now.get(path), value))
         }
         # Copies: a backward that is to come may need those of an earlier micro-batch.
-        self._given |= {p: v for p, v in _copies(fresh).items() if set_at(self._module, p, v)}
+        self._given |= {p: v for p, v in _copies(fresh).items() if set_at(self._scopes, p, v)}
 
     def _put_containers(self, stay: set[Path]) -> None:
         """Put back the dicts, lists, tuples and objects in whose place the step has put others, but
@@ -405,28 +435,37 @@ class AttributeValues:
             p for p, value in (*self._raw.items(), *found.items()) if inside(value) is not None
         }
         for place in sorted(places - stay, key=len):
-            if value_at(self._module, place) is not self._raw.get(place, ABSENT):
+            if value_at(self._scopes, place) is not self._raw.get(place, ABSENT):
                 self._put_raw(place)
+
+    def _put_all(self, before: Mapping[Path, Any]) -> None:
+        """Put back all that stood there, and remove the rest."""
+        for path in sorted(self._found(None).keys() - before.keys(), reverse=True, key=len):
+            remove(self._scopes, path)
+        for path in sorted(before, key=len):
+            if value_at(self._scopes, path) is not before[path]:
+                set_at(self._scopes, path, before[path])
 
     def _put_raw(self, path: Path) -> None:
         if path in self._raw:
-            set_at(self._module, path, self._raw[path])
+            set_at(self._scopes, path, self._raw[path])
         else:
-            remove(self._module, path)
+            remove(self._scopes, path)
 
     def _keep(self, path: Path, value: Any) -> None:
         """Put a value of the batch into the module; into the tensor or array that it held, if the
         step wrote there, as others may hold the same one.
         """
         for place in sorted(around([path]), key=len):
-            held = value_at(self._module, place)
-            known = ABSENT, self._raw.get(place), self._made.get(place)
+            held = value_at(self._scopes, place)
+            copies = {id(made) for _, made in self._made.values()}
             # One that the last micro-batch has made may be kept elsewhere, too, as it is.
-            if all(held is not each for each in known) and not isinstance(held, tuple):
-                self._made[place] = copy.copy(held)
-                set_at(self._module, place, self._made[place])
+            is_made = held is not ABSENT and id(held) not in self._before.keys() | copies
+            if is_made and not isinstance(held, tuple):
+                _, made = self._made.setdefault(id(held), (held, shallow_copy(held)))
+                set_at(self._scopes, place, made)
         raw, given = self._raw.get(path), self._given.get(path, ABSENT)
-        if value_at(self._module, path) is given and isinstance(raw, Tensor | np.ndarray):
+        if value_at(self._scopes, path) is given and isinstance(raw, Tensor | np.ndarray):
             is_copy = isinstance(given, Tensor)  # whose changes count from 0
             is_written = (
                 count_of_changes(given) if is_copy else not is_same(given, self._start[path])
@@ -435,7 +474,7 @@ class AttributeValues:
                 with torch.no_grad():
                     raw[...] = value
             value = raw if not is_written or _takes(raw) else value
-        set_at(self._module, path, value)
+        set_at(self._scopes, path, value)
 
 
 _LATER = " in a later step"
@@ -483,7 +522,8 @@ def _combined(
     kind = next((value for value in values if not is_count(value)), values[-1])
     if is_sum:
         # A sum over samples whose roundings hid that it goes on adds to what was there.
-        adds = name + _LATER not in weights.sums and np.shape(start) == np.shape(values[0])
+        is_alike = start is not None and np.shape(start) == np.shape(values[0])
+        adds = is_alike and name + _LATER not in weights.sums
         begin = wide(start).to(device) if adds else torch.zeros_like(every[0])
         return like(kind, begin + (every - begin).sum(0))
     shares = weights.shares.to(every)
@@ -495,6 +535,32 @@ def _combined(
     # NaN where the weight is 0 does not matter.
     weighed = torch.where(shares > 0, every.movedim(0, -1), 0) * shares
     return like(kind, weighed.sum(-1) / shares.sum())
+
+
+def _kind_of_list(value: Any, parts: Sequence[Any], in_a_row: Sequence[Any]) -> str:
+    """Return what a new list is: "joined" from those of the parts, "appended" to by each part, "of
+    one length", or "unlike".
+
+    Args:
+        value: That of the whole.
+        parts: Those of the parts.
+        in_a_row: Those of the parts, one after the other.
+    """
+    if not all(isinstance(each, list) for each in (value, *parts, *in_a_row)):
+        return "unlike"
+    if len(in_a_row[-1]) > len(parts[-1]):
+        return "appended"
+    if all(len(part) == len(value) for part in parts):
+        return "of one length"
+    joined = [entry for part in parts for entry in part]
+    are_plain = all(type(entry) in UNCHANGEABLE for entry in value)
+    is_joined = len(joined) == len(value) and (not are_plain or joined == value)
+    return "joined" if is_joined else "unlike"
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether a value can be compared without a wait for a device."""
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
 def _values_in(found: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -520,5 +586,5 @@ def _takes(value: Tensor | np.ndarray) -> bool:
 
 def _name_of(path: Path) -> str:
     """Return the name of a value as code spells it: ``training_step().self.losses['val']``."""
-    inside = "".join(f"[{key!r}]" for key in path[1:])
-    return f"training_step().self.{path[0]}{inside}"
+    inside = "".join(f"[{key!r}]" for key in path[2:])
+    return f"training_step().{path[0] or 'self'}.{path[1]}{inside}"

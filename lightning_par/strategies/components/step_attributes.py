@@ -8,12 +8,10 @@ tensors. A hyperparameter of an optimizer that the step sets, such as its learni
 over as well, and `trainer.should_stop`.
 """
 
-import copy
-import sys
-from collections import Counter, deque, OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,16 +21,16 @@ from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from lightning_par.dtensor import whole
 from lightning_par.observe.contents import copy_of, LEFT_ALONE, restore_of
-from lightning_par.observe.outside import is_of_user
+from lightning_par.observe.outside import is_of_user, outside_scopes, Scope
+from lightning_par.strategies.components.sendable import FIXED, is_data, is_object, sendable
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = [
     "OF_LIGHTNING",
     "StepAttributes",
-    "is_object",
+    "followed_scopes",
     "kept_settings",
     "new_values",
     "settings",
@@ -40,15 +38,11 @@ __all__ = [
 
 OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 """Attributes that every LightningModule has."""
-_PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
-_FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
-"""Types whose values cannot change in place."""
 _SETTINGS = (bool, int, float, tuple)
 """Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
 _DEPTH, _FEW = 4, 32
-_OF_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _WRITTEN = (Tensor, np.ndarray)
 """Types of values into which a step may write."""
 _SMALL = 2**20
@@ -72,7 +66,7 @@ class _Held:
         """
         # None: a value that is compared by identity alone.
         content: Any = None
-        if type(value) in _FIXED:  # most of them, in every step
+        if type(value) in FIXED:  # most of them, in every step
             return cls(value, None)
         if isinstance(value, list):
             # Few entries are lists or objects that go on changing, such as one list per loader;
@@ -134,8 +128,9 @@ class StepAttributes:
     """Gives the stages of a pipeline what the user's step has left in the module on the last one.
 
     Taken over are tensors, arrays, numbers and text in attributes and buffers of the
-    LightningModule itself, in lists, tuples, dicts and objects of the user's classes at any depth,
-    and in such containers of its submodules. Other values stay what they are on each stage.
+    LightningModule itself, in its classes and in globals and variables that their code uses, in
+    lists, tuples, dicts and objects of the user's classes at any depth, and in such containers of
+    its submodules. Other values stay what they are on each stage.
 
     Args:
         module: The user's LightningModule.
@@ -146,6 +141,8 @@ class StepAttributes:
         self._parts: dict[str, Any] = {
             place: part for place, part in module.named_modules() if not place or _keeps_lists(part)
         }
+        # In angle brackets, which no submodule has in its name.
+        self._parts |= {f"<{place}>": scope for place, scope in followed_scopes(module).items()}
         self._before: dict[Any, _Held] = {}
         self._module = module
         self._trainer: pl.Trainer | None = None
@@ -163,8 +160,9 @@ class StepAttributes:
         return _changes(self._before, dict(self._held()))
 
     def names_changed(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the step has changed."""
-        return tuple(".".join(filter(None, place)) for place in self.changes())
+        """Return the names of the attributes of the module that the step has changed."""
+        changed = (place for place in self.changes() if not place[0].startswith("<"))
+        return tuple(".".join(filter(None, place)) for place in changed)
 
     def take(self, changes: dict[Any, Any]) -> None:
         """Have what the last stage has, in the place of what the step did here, and forget what was
@@ -181,12 +179,19 @@ class StepAttributes:
             value = _take(change, self._before.get(name), held.get(name))
             # Containers were changed in place: whoever refers to them sees it.
             if value is not held.get(name):
-                setattr(self._parts[place], attribute, value)
+                part = self._parts[place]
+                if isinstance(part, Scope):
+                    part.write(attribute, value)
+                else:
+                    setattr(part, attribute, value)
         # The outputs of an epoch are let go when the user's code lets them go.
         self._before = {}
 
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for place, part in self._parts.items():
+            if isinstance(part, Scope):
+                yield from (((place, name), value) for name, value in part.entries().items())
+                continue
             held = vars(part)
             if isinstance(part, _Settings):
                 yield from (((place, name), value) for name, value in _plain(held).items())
@@ -196,6 +201,17 @@ class StepAttributes:
                     yield (place, name), value
             if not place:
                 yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
+
+
+def followed_scopes(module: nn.Module) -> dict[str, Scope]:
+    """Return the classes, globals and closures of the code of a LightningModule in which a step may
+    leave something; what is large there before the first step is data.
+    """
+    found = outside_scopes([module])
+    for scope in found.values():
+        entries = scope.entries().items()
+        scope.without.update(name for name, value in entries if is_data(value))
+    return found
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
@@ -287,7 +303,7 @@ def _change(before: _Held | None, value: Any) -> Any:
     """Return what has changed in a value, if that can be sent."""
     # The same object: what has changed is inside of it. Another one is sent whole.
     if before is not None and before.value is value:
-        if type(value) in _FIXED:
+        if type(value) in FIXED:
             return None
         # A list of a user's class may have attributes, too, of which nothing is kept.
         if not isinstance(value, list | deque | set) and _is_open(value):
@@ -304,7 +320,7 @@ def _change(before: _Held | None, value: Any) -> Any:
         # A list that is shorter now is sent whole.
         if not isinstance(value, list) and before.content == _Held.of(value).content:
             return None
-    sent = _sendable([value])
+    sent = sendable([value])
     is_written = before is not None and before.value is value
     is_written &= isinstance(value, Tensor | np.ndarray)
     return None if sent is None else _Replaced(sent[0], is_written)
@@ -319,7 +335,7 @@ def _appended(
     }
     changes = _changes(inside, now)
     # Only what came: an epoch's outputs would be sent again at every step.
-    items = _sendable(value[len(before) :])
+    items = sendable(value[len(before) :])
     return None if items is None or not (items or changes) else _Appended(items, changes)
 
 
@@ -333,68 +349,19 @@ def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any]) -> _Moved | No
         kept = next((n for n, pairs in ends if all(a is b for a, b in pairs)), 0)
     elif value == {*before}:
         return None
-    items = _sendable(now[kept:])
+    items = sendable(now[kept:])
     return None if items is None or kept == len(before) == len(now) else _Moved(kept, items)
 
 
-def _sendable(values: list[Any]) -> list[Any] | None:
-    """Return values with whole tensors, or None if one of them cannot be sent."""
-    try:
-        return [_sent(value) for value in values]
-    except _NotSendableError:
-        return None
-
-
-class _NotSendableError(Exception):
-    pass
-
-
-def _sent(value: Any) -> Any:
-    """Return a value with whole tensors.
-
-    Raises:
-        _NotSendableError: Other ranks cannot make such a value from its parts.
-    """
-    kind = type(value)
-    if isinstance(value, Tensor):
-        # A DTensor's parts are gathered; stages have no graph of each other.
-        return whole(value.detach())
-    if isinstance(value, _PLAIN):
-        return value
-    if kind in (list, tuple, set, deque):
-        entries = map(_sent, value)
-        return deque(entries, value.maxlen) if kind is deque else kind(entries)
-    if kind is dict:
-        return {key: _sent(entry) for key, entry in value.items()}
-    if not _is_importable(kind):
-        raise _NotSendableError
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*map(_sent, value))
-    if kind in (Counter, OrderedDict):
-        return kind({key: _sent(entry) for key, entry in value.items()})
-    if isinstance(value, dict) and is_dataclass(value):  # an output of a model of transformers
-        return kind(**{key: _sent(entry) for key, entry in value.items()})
-    is_pickled_otherwise = any(
-        name in vars(each) for each in kind.__mro__[:-1] for name in _OF_PICKLE
-    )
-    if not is_object(value) or is_pickled_otherwise:
-        raise _NotSendableError
-    made = copy.copy(value)
-    vars(made).update({name: _sent(held) for name, held in vars(value).items()})
-    return made
-
-
-def _is_importable(kind: type) -> bool:
-    """Whether other ranks find a class by its name."""
-    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
-
-
-def new_values(changes: dict[Any, Any]) -> dict[str, Any]:
+def new_values(changes: dict[Any, Any]) -> dict[str, dict[str, Any]]:
     """Return what `StepAttributes.changes` has found in attributes of the LightningModule itself,
-    without entries that came to a list.
+    under "", and in each of `followed_scopes`, without entries that came to a list.
     """
-    found = {attribute: _new(change) for (place, attribute), change in changes.items() if not place}
-    return {attribute: value for attribute, value in found.items() if value is not None}
+    found: dict[str, dict[str, Any]] = {}
+    for (place, attribute), change in changes.items():
+        if not place or place.startswith("<"):
+            found.setdefault(place.strip("<>"), {})[attribute] = _new(change)
+    return found
 
 
 def _new(change: Any) -> Any:
@@ -445,16 +412,3 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
 def _is_open(value: Any) -> bool:
     """Whether a step may change a value in place, without a sign that is cheap to compare."""
     return isinstance(value, list | dict | deque | set) or is_object(value)
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's, such as a meter."""
-    kind = type(value)
-    package = kind.__module__.partition(".")[0]
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, nn.Module | Tensor | type)
-        and not callable(value)
-        and package not in LEFT_ALONE
-        and package not in sys.stdlib_module_names - {"__main__"}
-    )

@@ -27,8 +27,10 @@ __all__ = [
     "wide",
 ]
 
-_LARGEST = 2**20
+_LARGEST = 2**26
 """How many entries a value has that is followed."""
+_COPIED = 2**16
+"""Bytes of an array of which a copy is made to see whether it was written to."""
 
 
 def is_value(value: Any) -> bool:
@@ -38,7 +40,9 @@ def is_value(value: Any) -> bool:
         return value.layout == torch.strided and not is_other and 0 < value.numel() <= _LARGEST
     if type(value) is np.ndarray:
         return value.dtype.kind in "biuf" and 0 < value.size <= _LARGEST
-    return type(value) in (bool, int, float) or isinstance(value, np.integer | np.floating)
+    if type(value) is int:
+        return value.bit_length() <= 64
+    return type(value) in (bool, float) or isinstance(value, np.integer | np.floating)
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -144,7 +148,8 @@ class Mark:
         """Note a value."""
         if isinstance(value, Tensor):
             return cls(value.detach(), count_of_changes(value))
-        return cls(copy_of(value), 0)
+        is_large = isinstance(value, np.ndarray) and value.nbytes > _COPIED
+        return cls(value if is_large else copy_of(value), 0)
 
     def is_same(self, other: "Mark") -> bool:
         """Whether the other one has the same value; one that was written to counts as another."""

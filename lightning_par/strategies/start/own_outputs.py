@@ -134,11 +134,12 @@ def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) 
         ConfigurationError: On every rank.
     """
     if follows:
-        named = ", ".join(f"self.{name}" for name in seen.leaves[:3]) or "attributes"
+        named = ", ".join(f"self.{name}" for name in seen.leaves[:3])
+        where = f"attributes of the module ({named})" if named else "its class or in globals"
         raise ConfigurationError(
             "LP325",
             "the loss of training_step depends on what an earlier training_step has left in "
-            f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
+            f"{where}.\nWhy: on {sizes} each micro-batch and replica "
             "leaves there what it computes from its own samples, so the next loss would differ "
             "from one process.\nWhat to write: log the number, self.log('x', x, sync_dist=True), "
             "and keep trainer.callback_metrics['x'] in on_train_batch_end, where it is that of the "

@@ -301,7 +301,7 @@ class PipelinedSteps:
                 run.results |= self._forward_only(*given, cut=(1, 2 * count)).results
             can_learn = learns and bool(run.results) and not has_failed()
             learned = self._values.learn() if can_learn else None
-            if learns and self._values.take(self.from_last_stage(learned)):
+            if learns and self._values.take(self._attributes_sent.broadcast(learned)):
                 run.results |= self._forward_only(*given, cut=(2 * count, None)).results
                 self._values.anew = self.from_last_stage(self._values.confirm())
             found = None
@@ -449,7 +449,8 @@ class PipelinedSteps:
             found = value, extras, logs, (left, self._writes.take(), unknown)
         run.results.clear()
         value, extras, logs, (left, written, unknown) = self._results.broadcast(found)
-        warn_of_results(unknown)
+        if unknown:
+            warn_of_results(unknown)
         self._values.put_back()
         self._take_attributes(left)
         self._writes.write("training_step", written, len(calls))

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections import Counter, defaultdict
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -199,6 +199,70 @@ def test_what_is_kept_is_that_of_the_batch_on_every_rank(layout: str, schedule: 
     for found in run_ranks(_kept, 2, layout, schedule, timeout=180):
         for one, other in zip(_flat(found), wanted, strict=True):
             assert one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-6))
+
+
+HISTORY, SUMS, METER = list[float](), defaultdict[str, list[float]](list), Meter()
+COUNT = 0
+
+
+def _note(value: float) -> None:
+    global COUNT
+    COUNT += 1
+    HISTORY.append(value)
+
+
+def _counting() -> tuple[type[PlainModule], list[float]]:
+    seen, last = list[float](), 0.0
+
+    class Outside(PlainModule):
+        """Keeps values on its class, in globals and in variables of the function around it."""
+
+        outputs: ClassVar[list[float]] = []
+        table: ClassVar[dict[str, float]] = {}
+        steps = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            """Keep them."""
+            nonlocal last
+            loss = super().training_step(batch, batch_idx)
+            value = float(loss.detach())
+            self.outputs.append(value)
+            self.table["loss"] = self.table.get("loss", 0.0) + value
+            type(self).steps += 1
+            _note(value)
+            SUMS["loss"].append(value)
+            METER.update(value, len(batch[0]))
+            seen.append(value)
+            last = 0.5 * last + value
+            return loss
+
+        def on_train_end(self) -> None:
+            """Return what is kept; lists have an entry of each micro-batch."""
+            lists = [sum(each) / len(each) for each in (self.outputs, HISTORY, SUMS["loss"], seen)]
+            numbers = [*self.table.values(), *vars(METER).values(), last]
+            found[:] = [*lists, *numbers, self.steps, COUNT]
+
+    found = list[float]()
+    return Outside, found
+
+
+def _kept_outside(rank: int, world: int, layout: str | None) -> list[float]:
+    global COUNT
+    HISTORY.clear(), SUMS.clear(), METER.__init__()  # type: ignore[misc]
+    COUNT = 0
+    seed_everything(0, verbose=False)
+    kind, found = _counting()
+    strategy = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], verify=False)
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=3)
+    trainer.fit(kind().double(), DataLoader(token_pairs(), 8))
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def test_what_is_kept_outside_of_the_module_is_that_of_the_batch_on_every_rank() -> None:
+    wanted = _kept_outside(0, 1, None)
+    for found in run_ranks(_kept_outside, 2, "pp2", timeout=180):
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 class Best(PlainModule):

@@ -1,0 +1,165 @@
+"""Values that another rank can rebuild: containers, and objects of plain classes."""
+
+import copy
+import sys
+from argparse import Namespace
+from collections import Counter, defaultdict, deque, OrderedDict, UserDict
+from dataclasses import is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import nn, Tensor
+
+from lightning_par.dtensor import whole
+from lightning_par.observe.contents import LEFT_ALONE
+
+__all__ = [
+    "FIXED",
+    "NAMESPACES",
+    "is_data",
+    "is_object",
+    "is_rebuilt",
+    "sendable",
+    "shallow_copy",
+    "tuple_like",
+]
+
+_PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
+FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
+"""Types whose values cannot change in place."""
+_SIZED, _DATA = (list, dict, set, deque, tuple), 1000
+"""Types of containers, and how many entries one has that is data if it is no attribute."""
+_OF_PICKLE = (
+    "__reduce__",
+    "__reduce_ex__",
+    "__getstate__",
+    "__setstate__",
+    "__getattr__",
+    "__getattribute__",
+    "__slots__",
+    "__new__",
+)
+"""What classes define whose objects cannot be made from their attributes."""
+NAMESPACES = (SimpleNamespace, Namespace)
+"""Objects of Python that have attributes only."""
+
+
+def sendable(values: list[Any]) -> list[Any] | None:
+    """Return values with whole tensors, or None if one of them cannot be sent."""
+    try:
+        return [_sent(value) for value in values]
+    except _NotSendableError:
+        return None
+
+
+class _NotSendableError(Exception):
+    pass
+
+
+def _sent(value: Any, depth: int = 8) -> Any:
+    """Return a value with whole tensors.
+
+    Args:
+        value: Any value.
+        depth: How far containers and objects in it are followed; they may refer to each other.
+
+    Raises:
+        _NotSendableError: Other ranks cannot make such a value from its parts.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        # A DTensor's parts are gathered; stages have no graph of each other.
+        return whole(value.detach())
+    if isinstance(value, _PLAIN):
+        return value
+    if not _is_importable(kind):
+        raise _NotSendableError
+    if kind in (list, set, deque) or isinstance(value, tuple):
+        entries = [_sent(entry, depth - 1) for entry in value] if depth else []
+        if not depth or not (kind in (list, set, deque) or is_rebuilt(kind)):
+            raise _NotSendableError
+        if isinstance(value, tuple):
+            return tuple_like(value, entries)
+        return deque(entries, value.maxlen) if kind is deque else kind(entries)
+    is_output = isinstance(value, dict) and is_dataclass(value)  # of a model of transformers
+    if kind in (dict, Counter, OrderedDict, *NAMESPACES) or is_output:
+        held = vars(value) if isinstance(value, NAMESPACES) else value
+        if not depth:
+            raise _NotSendableError
+        named = {key: _sent(entry, depth - 1) for key, entry in held.items()}
+        return kind(**named) if is_output or isinstance(value, NAMESPACES) else kind(named)
+    if isinstance(value, UserDict) and all(
+        type(held) in FIXED for name, held in vars(value).items() if name != "data"
+    ):  # such as a batch of a tokenizer
+        made = copy.copy(value)
+        made.data = _sent(value.data, depth - 1)
+        return made
+    if not (depth and is_object(value) and _is_plain(value)):
+        raise _NotSendableError
+    made = object.__new__(kind)
+    vars(made).update({name: _sent(held, depth - 1) for name, held in vars(value).items()})
+    return made
+
+
+def shallow_copy(value: Any) -> Any:
+    """Return a container or an object with the same entries or attributes; one of a class that may
+    need more is returned itself.
+    """
+    kind = type(value)
+    if kind in (list, dict, Counter, OrderedDict, defaultdict) or isinstance(value, UserDict):
+        return copy.copy(value)
+    if isinstance(value, NAMESPACES):
+        return kind(**vars(value))
+    if isinstance(value, dict) and is_dataclass(value):
+        return kind(**value)
+    if not is_object(value) or not _is_plain(value):
+        return value
+    made = object.__new__(kind)
+    vars(made).update(vars(value))
+    return made
+
+
+def is_rebuilt(kind: type) -> bool:
+    """Whether a kind of tuple can be made from its entries: a plain one, one with names, or that of
+    a function of torch such as `max`.
+    """
+    return kind is tuple or hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")
+
+
+def tuple_like(value: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the same kind with other entries."""
+    kind = type(value)
+    # A namedtuple takes its fields one by one, other tuples take one iterable.
+    return kind(*entries) if hasattr(kind, "_fields") else kind(entries)
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is a large container, which holds data rather than what a step has kept."""
+    return isinstance(value, _SIZED) and len(value) > _DATA
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the attributes are all that an object has, and nothing is looked up in other ways."""
+    kind = type(value)
+    special = any(name in vars(each) for each in kind.__mro__[:-1] for name in _OF_PICKLE)
+    is_large = any(map(is_data, vars(value).values()))  # which many objects may share
+    return not special and not is_large and not isinstance(value, (*_SIZED, str, bytes))
+
+
+def _is_importable(kind: type) -> bool:
+    """Whether other ranks find a class by its name."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's, such as a meter."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | Tensor | type)
+        and not callable(value)
+        and package not in LEFT_ALONE
+        and (isinstance(value, NAMESPACES) or package not in sys.stdlib_module_names - {"__main__"})
+    )
