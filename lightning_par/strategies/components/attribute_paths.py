@@ -19,6 +19,7 @@ from lightning_par.strategies.components.sendable import (
 from lightning_par.strategies.components.step_attributes import (
     followed_scopes,
     OF_LIGHTNING,
+    stores_in,
 )
 from lightning_par.strategies.components.value_kinds import is_value
 
@@ -51,9 +52,12 @@ _DEPTH, _FEW = 4, 128
 
 def scopes_of(module: nn.Module) -> dict[str, Scope]:
     """Return where a step may leave something: in attributes, and outside of the module."""
-    held = vars(module)
-    own = Scope(held, held.__setitem__, held.__delitem__, without={*OF_LIGHTNING})
-    return {"": own, **followed_scopes(module)}
+    parts = {"": module, **{f"self.{place}": part for place, part in stores_in(module).items()}}
+    own = {
+        place: Scope(held, held.__setitem__, held.__delitem__, without={*OF_LIGHTNING})
+        for place, held in ((place, vars(part)) for place, part in parts.items())
+    }
+    return {**own, **followed_scopes(module)}
 
 
 def entries(scopes: Scopes) -> Iterator[tuple[Path, Any]]:
@@ -66,7 +70,7 @@ def entries_in(
     held: Mapping[Any, Any], place: Path, depth: int = _DEPTH
 ) -> Iterator[tuple[Path, Any]]:
     """Yield what stands in a dict at a place, and in containers and objects in it."""
-    followed = {key: value for key, value in held.items() if isinstance(key, _KEYS)}
+    followed = {key: value for key, value in held.items() if type(key) in _KEYS}
     yield from (((*place, key), value) for key, value in followed.items())
     for key, value in followed.items() if depth else ():
         found = inside(value)
@@ -142,7 +146,7 @@ def inside(value: Any) -> Any:
     # An object of a package, such as the run of a logger, has states of its own; a meter has values
     # alone.
     held = vars(value)
-    is_own = is_of_user(type(value).__module__) or isinstance(value, UserDict | NAMESPACES)
+    is_own = is_of_user(type(value).__module__) or isinstance(value, (UserDict, *NAMESPACES))
     return held if is_own or all(v is None or is_value(v) for v in held.values()) else None
 
 

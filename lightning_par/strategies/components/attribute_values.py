@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.observe.contents import copy_of, is_written_to, UNCHANGEABLE
+from lightning_par.observe.contents import copy_of, is_written_to
 from lightning_par.strategies.components.attribute_paths import (
     ABSENT,
     around,
@@ -50,6 +50,7 @@ from lightning_par.strategies.components.attribute_paths import (
 from lightning_par.strategies.components.sendable import shallow_copy
 from lightning_par.strategies.components.value_kinds import (
     all_equal,
+    as_list,
     change_of,
     is_count,
     is_near,
@@ -57,6 +58,7 @@ from lightning_par.strategies.components.value_kinds import (
     is_value,
     join,
     joins_to,
+    kind_of_list,
     like,
     linear_mark,
     Mark,
@@ -112,6 +114,8 @@ class AttributeValues:
         self._unknown, self._told = set[Path](), set[Path]()
         self._unlike: dict[int, dict[Path, Mark]] = {}
         self._alike = set[Path]()  # what was the same in each part of the look
+        self._lists = set[Path]()  # what is joined as a list, also where a micro-batch has a number
+        self._keys = set[tuple[Path, Any]]()  # those of dicts around the values, in any micro-batch
         self._other_than_seen: dict[Path, str] = {}  # of these, what micro-batches have left unlike
         self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
 
@@ -178,6 +182,10 @@ class AttributeValues:
             now = self._now() if self._runs else self._now(self.anew)
             # Copies in a look, in which later runs may write to the same tensor.
             self._ends[index] = _copies(now) if self._runs else _detached(now)
+            if not self._runs:
+                found = ((place, value_at(self._scopes, place)) for place in around(self.anew))
+                dicts = {place: held for place, held in found if isinstance(held, dict)}
+                self._keys |= {(place, key) for place, held in dicts.items() for key in held}
             if self._unknown and not self._runs:
                 named = {path: value_at(self._scopes, path) for path in self._unknown}
                 self._unlike[index] = {p: Mark.of(v) for p, v in self._others(named).items()}
@@ -194,16 +202,25 @@ class AttributeValues:
             own, start = [held.get(path) for held in rest], self._start.get(path)
             # A list gets new entries from each micro-batch.
             is_other = self._is_in_new_entry(path) or any(each in lists for each in around([path]))
-            if is_other or any(each is None for each in own) or is_same(value, start):
+            if is_other or is_same(value, start):
+                continue
+            if any(each is None for each in own):
+                # Some parts have no such entry of what each of them makes anew.
+                is_made = value_at(self._scopes, path[:-1]) is not self._raw.get(path[:-1], ABSENT)
+                if start is None and len(path) > 2 and is_made and is_value(value):
+                    found[0][path] = False
+                    found[3].append(_name_of(path))
                 continue
             parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
             if any(isinstance(each, list) for each in (value, *own)):
-                kind = _kind_of_list(value, parts, in_a_row)
+                kind = kind_of_list(value, parts, in_a_row)
+                is_new = value_at(self._scopes, path) is not self._raw.get(path)
                 if kind == "joined":
                     found[0][path] = True
-                elif kind == "unlike":
+                    self._lists.add(path)
+                elif kind == "unlike" and is_new:
                     found[3].append(_name_of(path))
-                if kind != "of one length":
+                if kind == "joined" or (kind != "of one length" and is_new):
                     lists.add(path)
                 continue
             shapes = {np.shape(each) for each in (value, *own)}
@@ -264,7 +281,8 @@ class AttributeValues:
         if run < 2:
             return begins
         # What does not begin anew goes on, as it will in steps.
-        return {**self._now(), **{path: begins[path] for path in self.anew if path in begins}}
+        now = {path: value for path, value in self._now().items() if not isinstance(value, list)}
+        return {**now, **{path: begins[path] for path in self.anew if path in begins}}
 
     def calls(self, runs: int) -> list[list[LogCall]]:
         """Return what the runs of the first round of a look, and of the third, have left, as calls
@@ -279,7 +297,8 @@ class AttributeValues:
             for at, made in enumerate(found):
                 for told, run in ((name, at), (name + _LATER, at + 2 * self._runs)):
                     end = self._ends.get(run, {}).get(path)
-                    if end is not None and (run == at or path in self._left):
+                    is_left = run == at or path in self._left
+                    if is_left and is_value(end):
                         value = linear_mark(wide(end))
                         made.append(LogCall(name=told, value=value, metric=None, options={}))
         return found
@@ -313,12 +332,15 @@ class AttributeValues:
         Args:
             weights: Of the micro-batches; it knows which numbers are sums.
         """
+        for place, key in self._keys:
+            held = value_at(self._scopes, place)
+            if isinstance(held, dict) and key not in held:  # only other micro-batches have it
+                self._other_than_seen[place[:2]] = _name_of(place[:2])
         for path, is_joined in self.anew.items():
             places = [at for at, end in sorted(self._ends.items()) if path in end]
             values = [self._ends[at][path] for at in places]
-            if any(isinstance(value, list) for value in values):
-                if all(isinstance(value, list) for value in values):
-                    self._keep(path, [entry for value in values for entry in value])
+            if values and (path in self._lists or isinstance(values[-1], list)):
+                self._keep(path, [entry for value in values for entry in as_list(value)])
                 continue
             is_compared = path in self._alike and all(_is_on_host(value) for value in values)
             if is_compared and not all_equal(values):
@@ -363,7 +385,7 @@ class AttributeValues:
 
     def _clear(self) -> None:
         every = self._raw, self._before, self._made, self._start, self._given, self._ends
-        for held in (*every, self._counts):
+        for held in (*every, self._counts, self._keys):
             held.clear()
 
     def _note(self, paths: Iterable[Path]) -> None:
@@ -379,13 +401,11 @@ class AttributeValues:
         return {path: value for path, value in found if value is not ABSENT}
 
     def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
-        """Return the values there, with copies of lists that were not there before the step."""
+        """Return the values there, and copies of lists."""
+        paths = None if paths is None else list(paths)
         found = self._found(paths)
-        lists = {
-            path: [*value]
-            for path, value in found.items()
-            if isinstance(value, list) and value is not self._raw.get(path)
-        }
+        wanted = found if paths is None else paths
+        lists = {p: [*found[p]] for p in wanted if isinstance(found.get(p), list)}
         values = {
             path: lists.get(path, value)
             for path, value in found.items()
@@ -474,7 +494,10 @@ class AttributeValues:
                 with torch.no_grad():
                     raw[...] = value
             value = raw if not is_written or _takes(raw) else value
-        set_at(self._scopes, path, value)
+        if isinstance(raw, list) and value_at(self._scopes, path) is raw:
+            raw[:] = value
+        else:
+            set_at(self._scopes, path, value)
 
 
 _LATER = " in a later step"
@@ -494,9 +517,9 @@ def _goes_on(
     """
     change, end = change_of(start, whole), change_of(start, in_a_row[-1])
     # The losses of a model that knows nothing yet are all equal, and one of them seems to be the
-    # largest. Counts are what they seem.
+    # largest, as lengths of samples that are all alike do.
     is_tied = all(is_near(change_of(start, value), change, tolerance) for value in parts)
-    return is_near(end, change, tolerance) and (is_count(whole) or not is_tied)
+    return is_near(end, change, tolerance) and not is_tied
 
 
 def _combined(
@@ -535,27 +558,6 @@ def _combined(
     # NaN where the weight is 0 does not matter.
     weighed = torch.where(shares > 0, every.movedim(0, -1), 0) * shares
     return like(kind, weighed.sum(-1) / shares.sum())
-
-
-def _kind_of_list(value: Any, parts: Sequence[Any], in_a_row: Sequence[Any]) -> str:
-    """Return what a new list is: "joined" from those of the parts, "appended" to by each part, "of
-    one length", or "unlike".
-
-    Args:
-        value: That of the whole.
-        parts: Those of the parts.
-        in_a_row: Those of the parts, one after the other.
-    """
-    if not all(isinstance(each, list) for each in (value, *parts, *in_a_row)):
-        return "unlike"
-    if len(in_a_row[-1]) > len(parts[-1]):
-        return "appended"
-    if all(len(part) == len(value) for part in parts):
-        return "of one length"
-    joined = [entry for part in parts for entry in part]
-    are_plain = all(type(entry) in UNCHANGEABLE for entry in value)
-    is_joined = len(joined) == len(value) and (not are_plain or joined == value)
-    return "joined" if is_joined else "unlike"
 
 
 def _is_on_host(value: Any) -> bool:

@@ -4,6 +4,7 @@ import copy
 import sys
 from argparse import Namespace
 from collections import Counter, defaultdict, deque, OrderedDict, UserDict
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +46,15 @@ NAMESPACES = (SimpleNamespace, Namespace)
 """Objects of Python that have attributes only."""
 
 
-def sendable(values: list[Any]) -> list[Any] | None:
-    """Return values with whole tensors, or None if one of them cannot be sent."""
+def sendable(values: list[Any], memo: dict[int, Any]) -> list[Any] | None:
+    """Return values with whole tensors, or None if one of them cannot be sent.
+
+    Args:
+        values: Any values.
+        memo: What was made of others that are sent with them, by the ids of these; it is filled.
+    """
     try:
-        return [_sent(value) for value in values]
+        return [_sent(value, memo) for value in values]
     except _NotSendableError:
         return None
 
@@ -57,48 +63,57 @@ class _NotSendableError(Exception):
     pass
 
 
-def _sent(value: Any, depth: int = 8) -> Any:
+def _sent(value: Any, memo: dict[int, Any], depth: int = 8) -> Any:
     """Return a value with whole tensors.
 
     Args:
         value: Any value.
+        memo: As of `sendable`.
         depth: How far containers and objects in it are followed; they may refer to each other.
 
     Raises:
         _NotSendableError: Other ranks cannot make such a value from its parts.
     """
+    if type(value) in FIXED:
+        return value
+    if id(value) not in memo:
+        if not depth:
+            raise _NotSendableError
+        memo[id(value)] = _made(value, lambda held: _sent(held, memo, depth - 1))
+    return memo[id(value)]
+
+
+def _made(value: Any, sent: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         # A DTensor's parts are gathered; stages have no graph of each other.
         return whole(value.detach())
-    if isinstance(value, _PLAIN):
-        return value
     if not _is_importable(kind):
         raise _NotSendableError
-    if kind in (list, set, deque) or isinstance(value, tuple):
-        entries = [_sent(entry, depth - 1) for entry in value] if depth else []
-        if not depth or not (kind in (list, set, deque) or is_rebuilt(kind)):
+    if isinstance(value, _PLAIN):
+        return value
+    if kind in (list, set):
+        return kind(map(sent, value))
+    if kind is deque:
+        return deque(map(sent, value), value.maxlen)
+    if isinstance(value, tuple) and is_rebuilt(kind):
+        return tuple_like(value, [*map(sent, value)])
+    if kind in (dict, Counter, OrderedDict):
+        return kind({sent(key): sent(entry) for key, entry in value.items()})
+    if isinstance(value, dict) and is_dataclass(value):  # an output of a model of transformers
+        return kind(**{key: sent(entry) for key, entry in value.items()})
+    if isinstance(value, NAMESPACES):
+        return kind(**{name: sent(held) for name, held in vars(value).items()})
+    if isinstance(value, UserDict):  # such as a batch of a tokenizer, without its encodings
+        if any(type(held) not in FIXED for name, held in vars(value).items() if name != "data"):
             raise _NotSendableError
-        if isinstance(value, tuple):
-            return tuple_like(value, entries)
-        return deque(entries, value.maxlen) if kind is deque else kind(entries)
-    is_output = isinstance(value, dict) and is_dataclass(value)  # of a model of transformers
-    if kind in (dict, Counter, OrderedDict, *NAMESPACES) or is_output:
-        held = vars(value) if isinstance(value, NAMESPACES) else value
-        if not depth:
-            raise _NotSendableError
-        named = {key: _sent(entry, depth - 1) for key, entry in held.items()}
-        return kind(**named) if is_output or isinstance(value, NAMESPACES) else kind(named)
-    if isinstance(value, UserDict) and all(
-        type(held) in FIXED for name, held in vars(value).items() if name != "data"
-    ):  # such as a batch of a tokenizer
         made = copy.copy(value)
-        made.data = _sent(value.data, depth - 1)
+        made.data = sent(value.data)
         return made
-    if not (depth and is_object(value) and _is_plain(value)):
+    if not is_object(value) or not _is_plain(value):
         raise _NotSendableError
     made = object.__new__(kind)
-    vars(made).update({name: _sent(held, depth - 1) for name, held in vars(value).items()})
+    vars(made).update({name: sent(held) for name, held in vars(value).items()})
     return made
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from lightning_par.observe.contents import copy_of, LEFT_ALONE, restore_of
+from lightning_par.observe.contents import copy_of, LEFT_ALONE, names_in, restore_of
 from lightning_par.observe.outside import is_of_user, outside_scopes, Scope
 from lightning_par.strategies.components.sendable import FIXED, is_data, is_object, sendable
 from lightning_par.upstream.lightning import trainer_of
@@ -34,6 +35,7 @@ __all__ = [
     "kept_settings",
     "new_values",
     "settings",
+    "stores_in",
 ]
 
 OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
@@ -124,6 +126,11 @@ class _Replaced:
     is_written: bool = False
 
 
+@dataclass(frozen=True)
+class _Unsent:
+    """A change that cannot be sent: other stages keep what they have."""
+
+
 class StepAttributes:
     """Gives the stages of a pipeline what the user's step has left in the module on the last one.
 
@@ -138,13 +145,11 @@ class StepAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         # Submodules of the user's that hold no parameters of a stage, such as a store of outputs.
-        self._parts: dict[str, Any] = {
-            place: part for place, part in module.named_modules() if not place or _keeps_lists(part)
-        }
+        self._parts: dict[str, Any] = {"": module, **stores_in(module)}
         # In angle brackets, which no submodule has in its name.
         self._parts |= {f"<{place}>": scope for place, scope in followed_scopes(module).items()}
         self._before: dict[Any, _Held] = {}
-        self._module = module
+        self._module, self._told = module, set[str]()
         self._trainer: pl.Trainer | None = None
 
     def begin(self) -> None:
@@ -157,20 +162,29 @@ class StepAttributes:
 
     def changes(self) -> dict[Any, Any]:
         """Return what the step has changed, for `take` on the other stages."""
-        return _changes(self._before, dict(self._held()))
+        return _changes(self._before, dict(self._held()), {})
 
     def names_changed(self) -> tuple[str, ...]:
         """Return the names of the attributes of the module that the step has changed."""
         changed = (place for place in self.changes() if not place[0].startswith("<"))
         return tuple(".".join(filter(None, place)) for place in changed)
 
-    def take(self, changes: dict[Any, Any]) -> None:
+    def take(self, changes: dict[Any, Any], *, is_source: bool, warns: bool = True) -> None:
         """Have what the last stage has, in the place of what the step did here, and forget what was
-        there before.
+        there before. A value that a hook reads, and that cannot be sent, is named in a warning.
 
         Args:
-            changes: Those of the last stage; none on that stage itself.
+            changes: Those of the last stage.
+            is_source: Whether this is that stage.
+            warns: Whether a warning is given.
         """
+        unsent = {place[1] for place, change in changes.items() if isinstance(change, _Unsent)}
+        if warns and unsent - self._told:
+            self._warn(unsent - self._told)
+            self._told |= unsent
+        if is_source:
+            self._before = {}
+            return
         held = dict(self._held())
         for (place, attribute), change in changes.items():
             name = place, attribute
@@ -186,6 +200,22 @@ class StepAttributes:
                     setattr(part, attribute, value)
         # The outputs of an epoch are let go when the user's code lets them go.
         self._before = {}
+
+    def _warn(self, names: set[str]) -> None:
+        """Name what other stages lack, if a hook reads it."""
+        callbacks = self._trainer.callbacks if self._trainer is not None else []  # type: ignore[attr-defined]
+        owners = (each for each in (self._module, *callbacks) if is_of_user(type(each).__module__))
+        named = ((owner, name) for owner in owners for name in dir(type(owner)))
+        hooks = (getattr(owner, name) for owner, name in named if name.startswith("on_"))
+        read = names & set[str]().union(*map(names_in, hooks))
+        if read:
+            attributes = ", ".join(f"self.{name}" for name in sorted(read))
+            rank_zero_warn(
+                f"a step leaves in {attributes} what cannot be sent from the last pipeline stage "
+                "to the other stages, where a hook that reads it finds what was there before the "
+                "step. Keep numbers, text and tensors, and lists, dicts and objects of classes "
+                "that a module of Python defines."
+            )
 
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for place, part in self._parts.items():
@@ -285,22 +315,39 @@ def _plain(held: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keeps_lists(part: nn.Module) -> bool:
-    """Whether a submodule of the user's keeps lists, dicts or objects beside no parameters."""
-    is_ours = type(part).__module__.partition(".")[0] in LEFT_ALONE
-    if is_ours or isinstance(part, Metric) or next(part.parameters(), None) is not None:
+def stores_in(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules of the user's without parameters, in which a step may keep something,
+    such as a loss that counts; by their names.
+    """
+    return {
+        place: part
+        for place, part in module.named_modules()
+        if place and _keeps(part) and next(part.parameters(), None) is None
+    }
+
+
+def _keeps(part: nn.Module) -> bool:
+    """Whether a submodule is of a class of the user's, or of a package and keeps containers."""
+    package = type(part).__module__
+    if isinstance(part, Metric) or package.partition(".")[0] in LEFT_ALONE:
         return False
-    kept = ((name, v) for name, v in vars(part).items() if name not in OF_LIGHTNING)
-    return any(_is_open(v) for name, v in kept)
+    kept = (value for name, value in vars(part).items() if name not in OF_LIGHTNING)
+    return is_of_user(package) or any(isinstance(v, list | dict | deque | set) for v in kept)
 
 
-def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
-    found = ((key, _change(before.get(key), value)) for key, value in now.items())
+def _changes(before: dict[Any, _Held], now: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    found = ((key, _change(before.get(key), value, memo)) for key, value in now.items())
     return {key: change for key, change in found if change is not None}
 
 
-def _change(before: _Held | None, value: Any) -> Any:
-    """Return what has changed in a value, if that can be sent."""
+def _change(before: _Held | None, value: Any, memo: dict[int, Any]) -> Any:
+    """Return what has changed in a value; `_Unsent` if that cannot be sent.
+
+    Args:
+        before: The value before the step.
+        value: The value after it.
+        memo: As of `sendable`.
+    """
     # The same object: what has changed is inside of it. Another one is sent whole.
     if before is not None and before.value is value:
         if type(value) in FIXED:
@@ -310,36 +357,40 @@ def _change(before: _Held | None, value: Any) -> Any:
             if before.content is None:
                 return None
             now = value if isinstance(value, dict) else vars(value)
-            changes = _changes(before.content, now)
+            changes = _changes(before.content, now, memo)
+            if sendable([*changes], {}) is None:
+                return _Unsent()
             return _Entries(changes) if changes else None
         if isinstance(value, list) and len(value) >= len(before.content[0]):
             entries, inside = before.content
-            return _appended(entries, inside, value)
+            return _appended(entries, inside, value, memo)
         if isinstance(value, deque | set):
-            return _moved(before.content, value)
+            return _moved(before.content, value, memo)
         # A list that is shorter now is sent whole.
         if not isinstance(value, list) and before.content == _Held.of(value).content:
             return None
-    sent = sendable([value])
+    sent = sendable([value], memo)
     is_written = before is not None and before.value is value
     is_written &= isinstance(value, Tensor | np.ndarray)
-    return None if sent is None else _Replaced(sent[0], is_written)
+    return _Unsent() if sent is None else _Replaced(sent[0], is_written)
 
 
 def _appended(
-    before: tuple[Any, ...], inside: dict[int, _Held], value: list[Any]
-) -> _Appended | None:
+    before: tuple[Any, ...], inside: dict[int, _Held], value: list[Any], memo: dict[int, Any]
+) -> Any:
     # By identity, as for attributes: to compare the entries of tensors would wait for the device.
     now = {
         at: v for at, v in enumerate(value[: len(before)]) if at in inside or v is not before[at]
     }
-    changes = _changes(inside, now)
+    changes = _changes(inside, now, memo)
     # Only what came: an epoch's outputs would be sent again at every step.
-    items = sendable(value[len(before) :])
-    return None if items is None or not (items or changes) else _Appended(items, changes)
+    items = sendable(value[len(before) :], memo)
+    if items is None:
+        return _Unsent()
+    return _Appended(items, changes) if items or changes else None
 
 
-def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any]) -> _Moved | None:
+def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any], memo: dict[int, Any]) -> Any:
     now, kept = [*value], 0
     if isinstance(value, deque):
         most = min(len(before), len(now))
@@ -349,8 +400,10 @@ def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any]) -> _Moved | No
         kept = next((n for n, pairs in ends if all(a is b for a, b in pairs)), 0)
     elif value == {*before}:
         return None
-    items = sendable(now[kept:])
-    return None if items is None or kept == len(before) == len(now) else _Moved(kept, items)
+    items = sendable(now[kept:], memo)
+    if items is None:
+        return _Unsent()
+    return None if kept == len(before) == len(now) else _Moved(kept, items)
 
 
 def new_values(changes: dict[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -372,6 +425,8 @@ def _new(change: Any) -> Any:
 
 def _take(change: Any, before: _Held | None, value: Any) -> Any:
     """Return a value with the changes of the last stage; lists and dicts are changed in place."""
+    if isinstance(change, _Unsent):
+        return value
     if isinstance(change, _Replaced):
         is_written = change.is_written and type(value) is type(change.value)
         is_written = is_written and np.shape(value) == np.shape(change.value)

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.observe.contents import copy_of
+from lightning_par.observe.contents import copy_of, UNCHANGEABLE
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = [
     "Mark",
     "all_equal",
+    "as_list",
     "change_of",
     "is_count",
     "is_near",
@@ -21,6 +22,7 @@ __all__ = [
     "is_value",
     "join",
     "joins_to",
+    "kind_of_list",
     "like",
     "linear_mark",
     "nothing_like",
@@ -106,6 +108,34 @@ def join(values: Sequence[Any]) -> Any:
     if len({(type(value), np.shape(value)[1:]) for value in values}) > 1:
         return values[-1]
     return torch.cat(list(values)) if isinstance(values[0], Tensor) else np.concatenate(values)
+
+
+def kind_of_list(value: Any, parts: Sequence[Any], in_a_row: Sequence[Any]) -> str:
+    """Return what a new list is: "joined" from those of the parts, "appended" to by each part, "of
+    one length", or "unlike".
+
+    Args:
+        value: That of the whole.
+        parts: Those of the parts.
+        in_a_row: Those of the parts, one after the other.
+    """
+    if not isinstance(value, list):
+        return "unlike"
+    # `tensor.squeeze().tolist()` of one sample is a number.
+    parts, in_a_row = [as_list(part) for part in parts], [as_list(each) for each in in_a_row]
+    if len(in_a_row[-1]) > len(parts[-1]):
+        return "appended"
+    if all(len(part) == len(value) for part in parts):
+        return "of one length"
+    joined = [entry for part in parts for entry in part]
+    are_plain = all(type(entry) in UNCHANGEABLE for entry in value)
+    is_joined = len(joined) == len(value) and (not are_plain or joined == value)
+    return "joined" if is_joined else "unlike"
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list; of another value one with that entry."""
+    return value if isinstance(value, list) else [value]
 
 
 def nothing_like(value: Any) -> Any:

@@ -295,7 +295,7 @@ class PipelinedSteps:
             run = self._forward_only(*given, cut=(0, 1))
             # As between steps: what the last stage has kept of samples, the others may read.
             kept = self._attributes.changes() if run.results else {}
-            self._take_attributes(self._attributes_sent.broadcast(kept))
+            self._take_attributes(self._attributes_sent.broadcast(kept), warns=False)
             self._attributes.begin()
             if count > 1:
                 run.results |= self._forward_only(*given, cut=(1, 2 * count)).results
@@ -469,9 +469,10 @@ class PipelinedSteps:
         self._writes.take()  # what a look has left that came to no end
         self._metrics.is_new = True
 
-    def _take_attributes(self, changes: dict[str, Any]) -> None:
+    def _take_attributes(self, changes: dict[str, Any], *, warns: bool = True) -> None:
         """Have in the module what the step has left there on the last stage."""
-        self._attributes.take({} if dist.get_rank() == self._source else changes)
+        is_source = dist.get_rank() == self._source
+        self._attributes.take(changes, is_source=is_source, warns=warns)
 
     def _deferred_loss(
         self,

@@ -3,14 +3,16 @@
 import re
 import warnings
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch import Tensor
+from torch import nn, Tensor
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_par import Hybrid3DStrategy
@@ -40,6 +42,19 @@ class Result(NamedTuple):
     tokens: Tensor
 
 
+class Counting(nn.Module):
+    """A loss that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.calls = 0.0, 0
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """Count the loss."""
+        self.total, self.calls = self.total + float(loss.detach()), self.calls + 1
+        return loss
+
+
 class Keeping(PlainModule):
     """Keeps numbers of each kind in each place that users keep them in."""
 
@@ -63,6 +78,8 @@ class Keeping(PlainModule):
         self.stats: dict[str, float] = {"seen": 0, "loss": 0.0, "average": 0.0}
         self.outputs, self.result, self.lazy = None, Result(torch.zeros(()), torch.zeros(())), None
         self.meter, self.rows_of, self.nested = Meter(), list[int](), {"of": {"loss": 0.0}}
+        self.criterion, self.space, self.texts = Counting(), SimpleNamespace(seen=0), ["a", "b"]
+        self.meters, self.current = {"train": Meter()}, Meter()
         self.in_list, self.leaf = [torch.zeros(())], torch.zeros((), requires_grad=True)
         self.first, self.random = torch.zeros(3), 12345678901234567
 
@@ -114,6 +131,15 @@ class Keeping(PlainModule):
         self.meter, self.rows_of = Meter(), batch[0][:, 0].tolist()
         self.meter.update(value, size)
         self.nested = {"of": {"loss": value}}
+        self.criterion(loss)
+        self.space.seen += size
+        self.encoding = BatchEncoding({"ids": batch[0]})
+        self.texts.clear()
+        self.texts.extend(map(str, batch[0][:, 0].tolist()))
+        self.squeezed = batch[1][:, 0].squeeze().tolist()
+        self.top = batch[0].max(1)
+        self.current = self.meters["train"]
+        self.current.update(value, size)
         self.of_model = CausalLMOutput(loss=loss, logits=batch[1][..., None].double())
         if self.lazy is None:
             self.lazy = {"seen": 0, "steps": 0}
@@ -161,6 +187,10 @@ class Keeping(PlainModule):
             "meter": {**vars(self.meter)},
             "rows_of": self.rows_of,
             "nested": self.nested["of"],
+            "criterion": [self.criterion.total, self.criterion.calls],
+            "space": [self.space.seen, {**vars(self.current)}],
+            "encoding": self.encoding["ids"].tolist(),
+            "texts": [self.texts, self.squeezed, self.top.values.tolist()],
             "of_model": [float(self.of_model.loss.detach()), self.of_model.logits.tolist()],
             "lazy": self.lazy,
         }
@@ -277,14 +307,22 @@ class Best(PlainModule):
         return loss
 
 
+class Slotted:
+    """An object that has no attributes of its own."""
+
+    __slots__ = ("value",)
+
+
 class Later(PlainModule):
     """Keeps from the second step on what the look at the first one has not seen."""
 
     phase, auxiliary = 0, 0.0
+    kept: Slotted | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.by_batch: dict[int, float] = {}
+        self.is_small, self.parts = False, dict[str, float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Keep them; the phase is no number of a micro-batch."""
@@ -292,7 +330,17 @@ class Later(PlainModule):
         self.by_batch[batch_idx] = float(loss.detach())
         if batch_idx:
             self.phase, self.auxiliary = batch_idx, 2 * float(loss.detach())
+        # All alike in the first batch, by a number that says nothing.
+        self.is_small = batch_idx == 0 or bool((batch[0][:, 0] < 32).all())
+        self.parts = {"all": float(loss.detach())}
+        if batch_idx and int(batch[0][0, 0]) % 2:
+            self.parts["odd"] = 1.0
+        self.kept = Slotted()
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Read what other stages do not get."""
+        assert self.kept is None or isinstance(self.kept, Slotted)
 
 
 def _told(rank: int, world: int, kind: type[PlainModule]) -> list[str]:
@@ -312,6 +360,7 @@ def test_a_minimum_of_losses_is_named() -> None:
 
 def test_values_that_no_look_has_seen_are_named_once() -> None:
     told = " ".join(run_ranks(_told, 2, Later, timeout=180)[0])
-    for name in (r"auxiliary", r"by_batch\[\d\]"):
+    for name in ("auxiliary", "by_batch", "is_small", "parts"):
         assert len(re.findall(rf"self\.{name}", told)) == 1
+    assert len(re.findall(r"self\.kept what cannot be sent", told)) == 1
     assert "self.phase" not in told
