@@ -63,6 +63,7 @@ from lightning_par.strategies.components.value_kinds import (
     linear_mark,
     Mark,
     nothing_like,
+    size_of,
     wide,
 )
 from lightning_par.strategies.step.batch_weights import BatchWeights
@@ -173,7 +174,9 @@ class AttributeValues:
         is_last = self._counts[index] == self._stages
         before = {} if is_last else self._found(None)
         # Of those that a step may write into, tensors and arrays that were seen to change.
-        aside = {} if is_last else _values_in(before if self._runs else self._found(self._going))
+        aside = (
+            {} if is_last else self._values_in(before if self._runs else self._found(self._going))
+        )
         for path, value in _copies(aside).items():
             set_at(self._scopes, path, value)
         try:
@@ -231,7 +234,7 @@ class AttributeValues:
                 continue
             found[0][path] = len(shapes) > 1
             is_alike = all(is_same(part, value) for part in parts)
-            if math.prod(np.shape(value)) <= _SENT and not is_alike:
+            if size_of(value) <= _SENT and not is_alike:
                 found[1][path] = value
         return found
 
@@ -390,7 +393,7 @@ class AttributeValues:
 
     def _note(self, paths: Iterable[Path]) -> None:
         self._raw = self._found(paths)
-        self._start = _copies(_values_in(self._raw))
+        self._start = _copies(self._values_in(self._raw))
 
     def _found(self, paths: Iterable[Path] | None) -> dict[Path, Any]:
         """Return what stands there now, and the containers around it; None: all that there is."""
@@ -400,16 +403,25 @@ class AttributeValues:
         found = ((path, value_at(self._scopes, path)) for path in (*around(paths), *paths))
         return {path: value for path, value in found if value is not ABSENT}
 
+    def _values_in(self, found: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Return the values among what was found, without large data that was there before."""
+        return {
+            path: value
+            for path, value in found.items()
+            if is_value(value) and (size_of(value) <= _SENT or value is not self._raw.get(path))
+        }
+
     def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
         """Return the values there, and copies of lists."""
         paths = None if paths is None else list(paths)
         found = self._found(paths)
         wanted = found if paths is None else paths
         lists = {p: [*found[p]] for p in wanted if isinstance(found.get(p), list)}
+        known = self._values_in(found)
         values = {
             path: lists.get(path, value)
             for path, value in found.items()
-            if path in lists or is_value(value)
+            if path in lists or path in known
         }
         return dict(list(values.items())[:_MOST])
 
@@ -563,10 +575,6 @@ def _combined(
 def _is_on_host(value: Any) -> bool:
     """Whether a value can be compared without a wait for a device."""
     return not isinstance(value, Tensor) or value.device.type == "cpu"
-
-
-def _values_in(found: Mapping[Path, Any]) -> dict[Path, Any]:
-    return {path: value for path, value in found.items() if is_value(value)}
 
 
 def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:

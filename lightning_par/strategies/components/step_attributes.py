@@ -24,7 +24,13 @@ from torchmetrics import Metric
 
 from lightning_par.observe.contents import copy_of, LEFT_ALONE, names_in, restore_of
 from lightning_par.observe.outside import is_of_user, outside_scopes, Scope
-from lightning_par.strategies.components.sendable import FIXED, is_data, is_object, sendable
+from lightning_par.strategies.components.sendable import (
+    FIXED,
+    is_data,
+    is_object,
+    NAMESPACES,
+    sendable,
+)
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -178,7 +184,7 @@ class StepAttributes:
             is_source: Whether this is that stage.
             warns: Whether a warning is given.
         """
-        unsent = {place[1] for place, change in changes.items() if isinstance(change, _Unsent)}
+        unsent = {place[1] for place, change in changes.items() if _has_unsent(change)}
         if warns and unsent - self._told:
             self._warn(unsent - self._told)
             self._told |= unsent
@@ -240,8 +246,14 @@ def followed_scopes(module: nn.Module) -> dict[str, Scope]:
     found = outside_scopes([module])
     for scope in found.values():
         entries = scope.entries().items()
-        scope.without.update(name for name, value in entries if is_data(value))
+        scope.without.update(name for name, value in entries if _is_of_others(value))
     return found
+
+
+def _is_of_others(value: Any) -> bool:
+    """Whether a value outside of the module is data, or an object of a package's class."""
+    is_kept = isinstance(value, NAMESPACES) or is_of_user(type(value).__module__)
+    return is_data(value) or (is_object(value) and not is_kept)
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
@@ -460,8 +472,14 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
         value = {}
     target = value if isinstance(value, dict) else vars(value)
     for key, entry in change.changes.items():
-        target[key] = _take(entry, contents.get(key), target.get(key))
+        if not isinstance(entry, _Unsent):
+            target[key] = _take(entry, contents.get(key), target.get(key))
     return value
+
+
+def _has_unsent(change: Any) -> bool:
+    inside = change.changes.values() if isinstance(change, _Entries | _Appended) else ()
+    return isinstance(change, _Unsent) or any(map(_has_unsent, inside))
 
 
 def _is_open(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Numbers, and tensors and arrays of numbers: told apart, compared, joined and computed alike."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "like",
     "linear_mark",
     "nothing_like",
+    "size_of",
     "wide",
 ]
 
@@ -45,6 +47,11 @@ def is_value(value: Any) -> bool:
     if type(value) is int:
         return value.bit_length() <= 64
     return type(value) in (bool, float) or isinstance(value, np.integer | np.floating)
+
+
+def size_of(value: Any) -> int:
+    """Return how many entries a value has."""
+    return math.prod(np.shape(value))
 
 
 def is_same(one: Any, other: Any) -> bool:
