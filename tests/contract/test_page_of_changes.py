@@ -142,10 +142,13 @@ PROOFS: dict[str, str] = {
     "a state that the step keeps of its samples in an attribute and reads in the next step": """
         uncommon_steps::a_state_that_the_first_stage_reads_and_the_last_one_leaves
         uncommon_steps::a_state_of_each_row""",
-    "numbers and tensors that the step keeps in attributes, dicts, lists or objects: the last "
-    "loss, a sum of losses, an average meter, a count of steps, the last outputs": """
+    "numbers and tensors that the step keeps in attributes, of the module or of its class, in "
+    "globals, or in dicts, lists and objects in them: the last loss, a sum of losses, an average "
+    "meter, a count of steps, the last outputs": """
         attribute_values::test_what_is_kept_is_that_of_the_batch_on_every_rank
-        attribute_values::test_a_minimum_of_losses_is_named""",
+        attribute_values::test_what_is_kept_outside_of_the_module_is_that_of_the_batch_on_every_rank
+        attribute_values::test_a_minimum_of_losses_is_named
+        attribute_values::test_values_that_no_look_has_seen_are_named_once""",
     "a loss whose formula changes after some steps: a term that begins later, `topk` after a "
     "warm-up": """
         losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on
