@@ -164,8 +164,9 @@ def _place_on_cpu(trainer: Mapping[str, Any]) -> dict[str, Any]:
     if accelerator not in ("auto", "cpu") and not torch.accelerator.is_available():
         raise ConfigurationError(
             "LP905",
-            f"trainer.devices={number!r} is no number of devices, and this machine has no device "
-            f"of trainer.accelerator={accelerator!r}. Pass a number, such as --trainer.devices=8.",
+            f"trainer.devices={number!r} is no number of devices, and there are none to count: "
+            f"this machine has no device of trainer.accelerator={accelerator!r}. Pass a number, "
+            "such as --trainer.devices=8.",
         )
     return {}
 

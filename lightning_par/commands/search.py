@@ -167,7 +167,7 @@ def _fastest(trials: "list[Trial]", tries: int) -> int:
         raise MeshError(
             "LP105",
             f"--try {tries}: none of the layouts that were tried could train on this machine. "
-            f"Mend the first of these problems:\n{problems}",
+            f"Correct the first of these problems:\n{problems}",
         )
     return trials.index(min(trials, key=_seconds))
 

@@ -157,9 +157,9 @@ class BatchDimsFinder:
                 "the shapes of the batch entries do not tell which of them have a batch dim: "
                 f"{dims.unsure}. This is needed for {self._divided}. Declare entries with a batch "
                 "dim in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
-                "without one in BatchLayout(whole=(entry, ...)). Use num_microbatches=1 if a "
-                "batch cannot be cut. If data loaders give a step unequal numbers of samples, "
-                "declare how losses are combined: loss_weight='samples' for means, 'sum' for sums.",
+                "without one in BatchLayout(whole=(entry, ...)). If a batch cannot be cut, use "
+                "num_microbatches=1 instead. If replicas get unequal numbers of samples in a step, "
+                "pass loss_weight='samples' for a loss that is a mean, or 'sum' for a sum.",
             )
         return dims
 

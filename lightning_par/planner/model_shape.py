@@ -50,8 +50,8 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         raise ConfigurationError(
             "LP907",
             f"the configuration {type(config).__name__} has no {names}, which the prediction of "
-            f"memory and time needs. Add {names} to the configuration; the option --length of the "
-            "command, in tokens of a sample, replaces max_length.",
+            f"memory and time needs. Add {names} to the configuration. In place of max_length you "
+            "can pass --length with the number of tokens of a sample.",
         )
     activation = _first(config, ("activation", "hidden_act")) or ""
     # transformers' gated models name SiLU; GPT-2 and BERT name GELU.

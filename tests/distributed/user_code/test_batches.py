@@ -290,7 +290,9 @@ def three_kinds(samples: Any) -> Any:
     return x, torch.arange(3)[:, None, None] + torch.arange(x.shape[1]).expand(len(x), -1), y
 
 
-@CASES.add(refused={"pp2": r"runs on all 3.*BatchLayout\(batch_dims="}, batch_size=3)
+@CASES.add(
+    refused={"pp2": r"all 3 samples at once the step runs.*BatchLayout\(batch_dims="}, batch_size=3
+)
 def kinds_of_positions_as_many_as_samples() -> Any:
     return ThreeKinds(), token_pairs(24), three_kinds
 
