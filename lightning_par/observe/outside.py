@@ -14,7 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from types import CellType, FunctionType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +50,11 @@ _OF_THE_RUN = (
     Dataset,
 )
 """What `untouched` and the proof take care of, or what is only read and may be large."""
+_CODE = (
+    *(FunctionType, MethodType, BuiltinFunctionType, partial, type, ModuleType),
+    *(property, staticmethod, classmethod),
+)
+"""What says how values are computed."""
 _LARGEST = 100_000
 """Items up to which a container is looked into; a larger one is data."""
 
@@ -67,13 +79,14 @@ class Scope:
     without: set[str] = field(default_factory=set)
 
     def entries(self) -> dict[str, Any]:
-        """Return what the names are bound to, without modules and what else is kept elsewhere."""
+        """Return what the names are bound to, without code, and what is kept elsewhere."""
         known = {*self.held} if self.names is None else self.names.intersection(self.held)
-        named = {name: self.held[name] for name in known - self.without}
+        # In one order on all ranks, which may have to gather what stands there.
+        named = {name: self.held[name] for name in sorted(known - self.without)}
         return {
             name: value
             for name, value in named.items()
-            if not name.startswith("__") and not isinstance(value, _OF_THE_RUN)
+            if not name.startswith("__") and not isinstance(value, (*_CODE, *_OF_THE_RUN))
         }
 
 
@@ -101,13 +114,8 @@ def outside_state(owners: Iterable[object]) -> Callable[[], None]:
         owners: The module, its parts and callbacks.
     """
     # An iterator is walked through twice.
-    owners, found = list(owners), _References()
-    for kind in {type(owner) for owner in owners}:
-        found.add_class(kind)
-    for owner in owners:
-        for value in vars(owner).values():
-            # Such as `model.loss = my_loss`: no method of the class.
-            found.add_function(value)  # as one that was put on the object
+    found = _References()
+    found.add_owners(owners)
 
     def put_back() -> None:
         for restore in found.restores:
@@ -123,9 +131,8 @@ def outside_scopes(owners: Iterable[object]) -> dict[str, Scope]:
     Args:
         owners: The module and its parts.
     """
-    found = _References()
-    for kind in dict.fromkeys(map(type, owners)):
-        found.add_class(kind)
+    found = _References(keeps=False)
+    found.add_owners(owners)
     return found.scopes
 
 
@@ -159,16 +166,40 @@ class _Closure(Mapping[str, Any]):
 class _References:
     """Values that functions and classes of the user refer to.
 
+    Args:
+        keeps: Whether their present values are kept, to be restored.
+
     Attributes:
         restores: Each gives one of them its present value again.
         scopes: Where the names of these values stand.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
         self.restores: list[Callable[[], Any]] = []
         self.scopes: dict[str, Scope] = {}
+        self._keeps, self._spaces = keeps, dict[int, set[str]]()
         self._seen: set[int] = set()
         self._names: set[tuple[int, str]] = set()
+
+    def add_owners(self, owners: Iterable[object]) -> None:
+        """Add the classes of objects, and functions that were put on an object."""
+        # An iterator is walked through twice.
+        owners = list(owners)
+        for kind in dict.fromkeys(map(type, owners)):
+            self.add_class(kind)
+        for owner in owners:
+            for value in vars(owner).values():
+                # Such as `model.loss = my_loss`: no method of the class.
+                self.add_function(value)  # as one that was put on the object
+
+    def _add_scope(self, place: str, scope: Scope) -> None:
+        # The script is `__main__`, and `__mp_main__` where it was spawned. Two functions that were
+        # made by one have one name.
+        place, number = place.replace("__mp_main__", "__main__"), 1
+        while place in self.scopes:
+            number += 1
+            place = f"{place.partition('#')[0]}#{number}"
+        self.scopes[place] = scope
 
     def add_class(self, kind: type) -> None:
         """Add the attributes and methods of a class and of those that it is derived from."""
@@ -180,7 +211,8 @@ class _References:
             attributes = dict(vars(base))
             self.restores.append(partial(_restore_class, base, attributes))
             writes = partial(setattr, base), partial(delattr, base)
-            self.scopes[f"{base.__qualname__}"] = Scope(vars(base), *writes)
+            place = f"{base.__module__}.{base.__qualname__}"
+            self._add_scope(place, Scope(vars(base), *writes))
             for value in attributes.values():
                 self._add(value)
 
@@ -200,7 +232,8 @@ class _References:
         self._seen.add(id(value))
         if value.__closure__:
             held = _Closure(dict(zip(value.__code__.co_freevars, value.__closure__, strict=True)))
-            self.scopes[f"{value.__qualname__}()"] = Scope(held, held.write, held.drop)
+            place = f"{value.__module__}.{value.__qualname__}()"
+            self._add_scope(place, Scope(held, held.write, held.drop))
         names = names_in(value)
         self._add_names(value.__globals__, names)
         for cell in value.__closure__ or ():
@@ -209,13 +242,12 @@ class _References:
             self._add(default)
 
     def _add_names(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
-        # The script is `__main__`, and `__mp_main__` where it was spawned.
-        place = str(namespace.get("__name__")).replace("__mp_main__", "__main__")
-        writes = namespace.__setitem__, namespace.__delitem__
-        scope = self.scopes.setdefault(place, Scope(namespace, *writes, set()))
-        if scope.names is not None:
-            scope.names.update(names)
-        for name in names:
+        if id(namespace) not in self._spaces:
+            known = self._spaces[id(namespace)] = set()
+            writes = namespace.__setitem__, namespace.__delitem__
+            self._add_scope(str(namespace.get("__name__")), Scope(namespace, *writes, known))
+        self._spaces[id(namespace)].update(names)
+        for name in sorted(names):
             if name in namespace and (id(namespace), name) not in self._names:
                 self._names.add((id(namespace), name))
                 # Bound again at the end, and its contents restored if it is a container.
@@ -243,6 +275,8 @@ class _References:
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
             self.add_function(value)
         # Before the next branch: classes of torchmetrics are a package's, their states the user's.
+        elif not self._keeps:
+            return
         elif isinstance(value, Metric | random.Random):  # which steps change, although not theirs
             self.restores.append(restore_of(value, self._seen))
         elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):

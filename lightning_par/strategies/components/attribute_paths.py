@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn, Tensor
 
-from lightning_par.observe.contents import is_container, UNCHANGEABLE
+from lightning_par.observe.contents import copy_of, is_container, refill, UNCHANGEABLE
 from lightning_par.observe.outside import is_of_user, Scope
 from lightning_par.strategies.components.sendable import (
     is_object,
@@ -28,9 +28,11 @@ __all__ = [
     "Path",
     "Scopes",
     "around",
+    "contents_of",
     "entries",
     "entries_in",
     "inside",
+    "put_all",
     "remove",
     "scopes_of",
     "set_at",
@@ -120,7 +122,7 @@ def set_at(scopes: Scopes, path: Path, value: Any) -> bool:
 
 
 def remove(scopes: Scopes, path: Path) -> None:
-    """Remove an entry of a dict, the last one of a list, or a name, if it is there."""
+    """Remove an entry of a dict, or a name, if it is there."""
     holder = _holder(scopes, path)
     if _entry(holder, path[-1]) is ABSENT:
         return
@@ -129,8 +131,36 @@ def remove(scopes: Scopes, path: Path) -> None:
     # An output of a model of transformers lets nobody remove its entries.
     elif isinstance(holder, dict) and not is_dataclass(holder):
         del holder[path[-1]]
-    elif isinstance(holder, list) and path[-1] == len(holder) - 1:
-        holder.pop()
+
+
+def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return containers among values, with copies of their contents; each container once."""
+    held = {id(value): value for value in values if is_container(value)}
+    return [(value, copy_of(value)) for value in held.values()]
+
+
+def put_all(
+    scopes: Scopes, before: Mapping[Path, Any], contents: Iterable[tuple[Any, Any]]
+) -> None:
+    """Put back all that stood in the scopes, and remove the rest.
+
+    Args:
+        scopes: Where a step may leave something.
+        before: What stood at each path.
+        contents: Of containers among it, whose entries may be beyond all paths.
+    """
+    for held, kept in contents:
+        if [*map(id, _items(held))] != [*map(id, _items(kept))]:
+            refill(held, kept)
+    for path in sorted({path for path, _ in entries(scopes)} - before.keys(), key=len):
+        remove(scopes, path)
+    for path in sorted(before, key=len):
+        if value_at(scopes, path) is not before[path]:
+            set_at(scopes, path, before[path])
+
+
+def _items(held: Any) -> Iterable[Any]:
+    return (*held, *held.values()) if isinstance(held, dict) else held
 
 
 def inside(value: Any) -> Any:

@@ -34,14 +34,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.observe.contents import copy_of, is_written_to
+from lightning_par.observe.contents import copy_of
 from lightning_par.strategies.components.attribute_paths import (
     ABSENT,
     around,
+    contents_of,
     entries,
     entries_in,
     inside,
     Path,
+    put_all,
     remove,
     scopes_of,
     set_at,
@@ -54,6 +56,8 @@ from lightning_par.strategies.components.value_kinds import (
     change_of,
     is_count,
     is_near,
+    is_of_losses,
+    is_on_host,
     is_same,
     is_value,
     join,
@@ -64,6 +68,7 @@ from lightning_par.strategies.components.value_kinds import (
     Mark,
     nothing_like,
     size_of,
+    takes_values,
     wide,
 )
 from lightning_par.strategies.step.batch_weights import BatchWeights
@@ -78,7 +83,7 @@ Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path], list[str]]
 of those that parts leave otherwise; values that go on; names of lists that are not told.
 """
 
-_MOST, _SENT = 4096, 2**20
+_MOST, _SENT = 2**16, 2**20
 """How many values are followed, and how many entries one has that a look sends to other stages."""
 
 
@@ -112,10 +117,11 @@ class AttributeValues:
         self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
         # Attributes with values of which no look has told, those that a warning has named, and what
         # micro-batches leave there.
-        self._unknown, self._told = set[Path](), set[Path]()
+        self._unknown, self._told, self._steps = set[Path](), set[Path](), 1
         self._unlike: dict[int, dict[Path, Mark]] = {}
         self._alike = set[Path]()  # what was the same in each part of the look
         self._lists = set[Path]()  # what is joined as a list, also where a micro-batch has a number
+        self._contents: list[tuple[Any, Any]] = []  # of containers, before a look
         self._keys = set[tuple[Path, Any]]()  # those of dicts around the values, in any micro-batch
         self._other_than_seen: dict[Path, str] = {}  # of these, what micro-batches have left unlike
         self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
@@ -145,11 +151,11 @@ class AttributeValues:
         """
         self._clear()
         self._note([path for path, _ in entries(self._scopes)])
-        self._runs = runs
+        self._runs, self._contents = runs, contents_of(self._raw.values())
         try:
             yield
         finally:
-            self._runs, self._left = 0, {}
+            self._runs, self._left, self._contents = 0, {}, []
             self._clear()
 
     @contextmanager
@@ -162,22 +168,21 @@ class AttributeValues:
         """
         # Containers in which a value goes on stay, though a micro-batch has made them.
         stay = around(path for path in self._going if path not in self.anew)
-        if not self._runs:
-            self._put(self._start, stay)
-        elif index <= self._runs:  # also the first of those one after the other
-            self._put(self._start, set())
-        elif index >= 2 * self._runs:
-            run = index - 2 * self._runs
-            self._put(self._beginning(run), stay if run > 1 else set())
+        run = index - 2 * self._runs  # of the third round of a look
+        begins = self._start if run < 0 or not self._runs else self._beginning(run)
+        if self._runs and (index <= self._runs or 0 <= run <= 1):  # also the first of the second
+            put_all(self._scopes, self._raw, self._contents)
+            self._put(begins, set())
+        elif not self._runs or run > 1:
+            self._put(begins, stay)
         # What comes before the model is done by each stage of a rank; that of the last one counts.
         self._counts[index] += 1
         is_last = self._counts[index] == self._stages
         before = {} if is_last else self._found(None)
-        # Of those that a step may write into, tensors and arrays that were seen to change.
-        aside = (
-            {} if is_last else self._values_in(before if self._runs else self._found(self._going))
-        )
-        for path, value in _copies(aside).items():
+        contents = contents_of(before.values())
+        # Of tensors and arrays those that were seen to change: a step may write into them.
+        going = before if self._runs or is_last else self._found(self._going)
+        for path, value in _copies(self._values_in(going)).items():
             set_at(self._scopes, path, value)
         try:
             yield
@@ -187,13 +192,23 @@ class AttributeValues:
             self._ends[index] = _copies(now) if self._runs else _detached(now)
             if not self._runs:
                 found = ((place, value_at(self._scopes, place)) for place in around(self.anew))
-                dicts = {place: held for place, held in found if isinstance(held, dict)}
+                dicts = {
+                    place: held
+                    for place, held in found
+                    if isinstance(held, dict) and id(held) not in self._before
+                }
                 self._keys |= {(place, key) for place, held in dicts.items() for key in held}
             if self._unknown and not self._runs:
                 named = {path: value_at(self._scopes, path) for path in self._unknown}
-                self._unlike[index] = {p: Mark.of(v) for p, v in self._others(named).items()}
+                # To compare values on a device waits for it: ever more rarely.
+                compares = self._steps & (self._steps - 1) == 0
+                self._unlike[index] = {
+                    path: Mark.of(value)
+                    for path, value in self._others(named).items()
+                    if compares or is_on_host(value)
+                }
             if not is_last:
-                self._put_all(before)
+                put_all(self._scopes, before, contents)
 
     def learn(self) -> Learned:
         """Return what two rounds of a look tell."""
@@ -216,7 +231,7 @@ class AttributeValues:
                 continue
             parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
             if any(isinstance(each, list) for each in (value, *own)):
-                kind = kind_of_list(value, parts, in_a_row)
+                kind = kind_of_list(value, parts, in_a_row, tolerance)
                 is_new = value_at(self._scopes, path) is not self._raw.get(path)
                 if kind == "joined":
                     found[0][path] = True
@@ -232,8 +247,14 @@ class AttributeValues:
             if len(shapes) == 1 and _goes_on(start, value, parts, in_a_row, tolerance):
                 found[2].append(path)
                 continue
+            is_alike = all(is_same(each, value) for each in own)
+            if is_alike and not is_of_losses(value, start):
+                # Such as a mask, or the size of a batch: it is told if it is unlike later.
+                self._unknown.add(path[:2])
+                continue
             found[0][path] = len(shapes) > 1
-            is_alike = all(is_same(part, value) for part in parts)
+            if is_alike:
+                self._alike.add(path)
             if size_of(value) <= _SENT and not is_alike:
                 found[1][path] = value
         return found
@@ -255,8 +276,6 @@ class AttributeValues:
         dist.all_gather_object(every, None if found is None else found[0])
         self.is_known = all(each is not None for each in every)
         self.anew, self._left, self._going, unlike = found or ({}, {}, [], [])
-        # The others are the same in all parts of the look.
-        self._alike = self.anew.keys() - self._left.keys()
         if unlike:
             warn_of_results(unlike)
         others = {path: joined for each in every for path, joined in (each or {}).items()}
@@ -345,7 +364,7 @@ class AttributeValues:
             if values and (path in self._lists or isinstance(values[-1], list)):
                 self._keep(path, [entry for value in values for entry in as_list(value)])
                 continue
-            is_compared = path in self._alike and all(_is_on_host(value) for value in values)
+            is_compared = path in self._alike and all(is_on_host(value) for value in values)
             if is_compared and not all_equal(values):
                 self._other_than_seen[path[:2]] = _name_of(path[:2])
             shapes = {np.shape(value) for value in values}
@@ -372,6 +391,7 @@ class AttributeValues:
         found = {path: name for path, name in found.items() if path not in self._told}
         self._unlike.clear()
         self._other_than_seen.clear()
+        self._steps += 1
         self._told |= found.keys()
         named: dict[Path, Any] = {
             (place, name): v for place, held in changes.items() for name, v in held.items()
@@ -470,14 +490,6 @@ class AttributeValues:
             if value_at(self._scopes, place) is not self._raw.get(place, ABSENT):
                 self._put_raw(place)
 
-    def _put_all(self, before: Mapping[Path, Any]) -> None:
-        """Put back all that stood there, and remove the rest."""
-        for path in sorted(self._found(None).keys() - before.keys(), reverse=True, key=len):
-            remove(self._scopes, path)
-        for path in sorted(before, key=len):
-            if value_at(self._scopes, path) is not before[path]:
-                set_at(self._scopes, path, before[path])
-
     def _put_raw(self, path: Path) -> None:
         if path in self._raw:
             set_at(self._scopes, path, self._raw[path])
@@ -490,10 +502,10 @@ class AttributeValues:
         """
         for place in sorted(around([path]), key=len):
             held = value_at(self._scopes, place)
-            copies = {id(made) for _, made in self._made.values()}
+            is_known = held is ABSENT or id(held) in self._before
+            is_known |= any(held is made for _, made in self._made.values())
             # One that the last micro-batch has made may be kept elsewhere, too, as it is.
-            is_made = held is not ABSENT and id(held) not in self._before.keys() | copies
-            if is_made and not isinstance(held, tuple):
+            if not is_known and not isinstance(held, tuple):
                 _, made = self._made.setdefault(id(held), (held, shallow_copy(held)))
                 set_at(self._scopes, place, made)
         raw, given = self._raw.get(path), self._given.get(path, ABSENT)
@@ -502,10 +514,10 @@ class AttributeValues:
             is_written = (
                 count_of_changes(given) if is_copy else not is_same(given, self._start[path])
             )
-            if is_written and np.shape(raw) == np.shape(value) and _takes(raw):
+            if is_written and np.shape(raw) == np.shape(value) and takes_values(raw):
                 with torch.no_grad():
                     raw[...] = value
-            value = raw if not is_written or _takes(raw) else value
+            value = raw if not is_written or takes_values(raw) else value
         if isinstance(raw, list) and value_at(self._scopes, path) is raw:
             raw[:] = value
         else:
@@ -572,11 +584,6 @@ def _combined(
     return like(kind, weighed.sum(-1) / shares.sum())
 
 
-def _is_on_host(value: Any) -> bool:
-    """Whether a value can be compared without a wait for a device."""
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
-
-
 def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
     return {p: v.detach() if isinstance(v, Tensor) else v for p, v in values.items()}
 
@@ -585,13 +592,6 @@ def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
     """Return copies of values; one that has two names has them again."""
     copies = {id(v): [*v] if isinstance(v, list) else copy_of(v) for v in values.values()}
     return {path: copies[id(value)] for path, value in values.items()}
-
-
-def _takes(value: Tensor | np.ndarray) -> bool:
-    """Whether a tensor or an array can be written to."""
-    if isinstance(value, np.ndarray):
-        return bool(value.flags.writeable)
-    return is_written_to(value) and not value.requires_grad
 
 
 def _name_of(path: Path) -> str:

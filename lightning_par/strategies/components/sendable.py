@@ -5,7 +5,10 @@ import sys
 from argparse import Namespace
 from collections import Counter, defaultdict, deque, OrderedDict, UserDict
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 from torch import nn, Tensor
 
 from lightning_par.dtensor import whole
-from lightning_par.observe.contents import LEFT_ALONE
+from lightning_par.observe.contents import LEFT_ALONE, UNCHANGEABLE
 
 __all__ = [
     "FIXED",
@@ -26,7 +29,23 @@ __all__ = [
     "tuple_like",
 ]
 
-_PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (
+    Enum,
+    PurePath,
+    date,
+    time,
+    timedelta,
+    range,
+    np.ndarray,
+    np.generic,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+)
 FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
 """Types whose values cannot change in place."""
 _SIZED, _DATA = (list, dict, set, deque, tuple), 1000
@@ -55,7 +74,7 @@ def sendable(values: list[Any], memo: dict[int, Any]) -> list[Any] | None:
     """
     try:
         return [_sent(value, memo) for value in values]
-    except _NotSendableError:
+    except Exception:  # whatever a class raises that is made in another way
         return None
 
 
@@ -74,7 +93,7 @@ def _sent(value: Any, memo: dict[int, Any], depth: int = 8) -> Any:
     Raises:
         _NotSendableError: Other ranks cannot make such a value from its parts.
     """
-    if type(value) in FIXED:
+    if type(value) in UNCHANGEABLE:
         return value
     if id(value) not in memo:
         if not depth:
@@ -92,7 +111,7 @@ def _made(value: Any, sent: Callable[[Any], Any]) -> Any:
         raise _NotSendableError
     if isinstance(value, _PLAIN):
         return value
-    if kind in (list, set):
+    if kind in (list, set, frozenset):
         return kind(map(sent, value))
     if kind is deque:
         return deque(map(sent, value), value.maxlen)
@@ -102,7 +121,7 @@ def _made(value: Any, sent: Callable[[Any], Any]) -> Any:
         return kind({sent(key): sent(entry) for key, entry in value.items()})
     if isinstance(value, dict) and is_dataclass(value):  # an output of a model of transformers
         return kind(**{key: sent(entry) for key, entry in value.items()})
-    if isinstance(value, NAMESPACES):
+    if kind in NAMESPACES:
         return kind(**{name: sent(held) for name, held in vars(value).items()})
     if isinstance(value, UserDict):  # such as a batch of a tokenizer, without its encodings
         if any(type(held) not in FIXED for name, held in vars(value).items() if name != "data"):
@@ -124,10 +143,10 @@ def shallow_copy(value: Any) -> Any:
     kind = type(value)
     if kind in (list, dict, Counter, OrderedDict, defaultdict) or isinstance(value, UserDict):
         return copy.copy(value)
-    if isinstance(value, NAMESPACES):
+    if kind in NAMESPACES:
         return kind(**vars(value))
     if isinstance(value, dict) and is_dataclass(value):
-        return kind(**value)
+        return kind(**value) if value.keys() <= {each.name for each in fields(value)} else value
     if not is_object(value) or not _is_plain(value):
         return value
     made = object.__new__(kind)
@@ -157,7 +176,8 @@ def is_data(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether the attributes are all that an object has, and nothing is looked up in other ways."""
     kind = type(value)
-    special = any(name in vars(each) for each in kind.__mro__[:-1] for name in _OF_PICKLE)
+    # Empty slots, as those of abstract base classes, say nothing.
+    special = any(vars(each).get(name) for each in kind.__mro__[:-1] for name in _OF_PICKLE)
     is_large = any(map(is_data, vars(value).values()))  # which many objects may share
     return not special and not is_large and not isinstance(value, (*_SIZED, str, bytes))
 

@@ -87,7 +87,8 @@ class _Held:
             content = tuple(value)
         elif isinstance(value, dict) or is_object(value):
             now = value if isinstance(value, dict) else vars(value)
-            content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
+            is_followed = depth == _DEPTH or (depth > 0 and not is_data(now))
+            content = {k: cls.of(v, depth - 1) for k, v in now.items()} if is_followed else None
         elif isinstance(value, np.ndarray) and value.nbytes <= _SMALL:
             content = value.tobytes()
         # An inference tensor counts no changes; a tensor otherwise does, also through views.
@@ -155,7 +156,7 @@ class StepAttributes:
         # In angle brackets, which no submodule has in its name.
         self._parts |= {f"<{place}>": scope for place, scope in followed_scopes(module).items()}
         self._before: dict[Any, _Held] = {}
-        self._module, self._told = module, set[str]()
+        self._module, self._told = module, set[tuple[str, str]]()
         self._trainer: pl.Trainer | None = None
 
     def begin(self) -> None:
@@ -171,9 +172,8 @@ class StepAttributes:
         return _changes(self._before, dict(self._held()), {})
 
     def names_changed(self) -> tuple[str, ...]:
-        """Return the names of the attributes of the module that the step has changed."""
-        changed = (place for place in self.changes() if not place[0].startswith("<"))
-        return tuple(".".join(filter(None, place)) for place in changed)
+        """Return the names of what the step has changed, as code spells them: ``self.losses``."""
+        return tuple(_spelled(*place) for place in self.changes())
 
     def take(self, changes: dict[Any, Any], *, is_source: bool, warns: bool = True) -> None:
         """Have what the last stage has, in the place of what the step did here, and forget what was
@@ -184,7 +184,7 @@ class StepAttributes:
             is_source: Whether this is that stage.
             warns: Whether a warning is given.
         """
-        unsent = {place[1] for place, change in changes.items() if _has_unsent(change)}
+        unsent = {place for place, change in changes.items() if _has_unsent(change)}
         if warns and unsent - self._told:
             self._warn(unsent - self._told)
             self._told |= unsent
@@ -207,15 +207,16 @@ class StepAttributes:
         # The outputs of an epoch are let go when the user's code lets them go.
         self._before = {}
 
-    def _warn(self, names: set[str]) -> None:
+    def _warn(self, places: set[tuple[str, str]]) -> None:
         """Name what other stages lack, if a hook reads it."""
         callbacks = self._trainer.callbacks if self._trainer is not None else []  # type: ignore[attr-defined]
         owners = (each for each in (self._module, *callbacks) if is_of_user(type(each).__module__))
         named = ((owner, name) for owner in owners for name in dir(type(owner)))
         hooks = (getattr(owner, name) for owner, name in named if name.startswith("on_"))
-        read = names & set[str]().union(*map(names_in, hooks))
+        names = set[str]().union(*map(names_in, hooks))
+        read = [_spelled(*place) for place in sorted(places) if place[1] in names]
         if read:
-            attributes = ", ".join(f"self.{name}" for name in sorted(read))
+            attributes = ", ".join(read)
             rank_zero_warn(
                 f"a step leaves in {attributes} what cannot be sent from the last pipeline stage "
                 "to the other stages, where a hook that reads it finds what was there before the "
@@ -243,7 +244,7 @@ def followed_scopes(module: nn.Module) -> dict[str, Scope]:
     """Return the classes, globals and closures of the code of a LightningModule in which a step may
     leave something; what is large there before the first step is data.
     """
-    found = outside_scopes([module])
+    found = outside_scopes([module, *stores_in(module).values()])
     for scope in found.values():
         entries = scope.entries().items()
         scope.without.update(name for name, value in entries if _is_of_others(value))
@@ -253,7 +254,9 @@ def followed_scopes(module: nn.Module) -> dict[str, Scope]:
 def _is_of_others(value: Any) -> bool:
     """Whether a value outside of the module is data, or an object of a package's class."""
     is_kept = isinstance(value, NAMESPACES) or is_of_user(type(value).__module__)
-    return is_data(value) or (is_object(value) and not is_kept)
+    inside = value.values() if isinstance(value, dict) else ()
+    inside = vars(value).values() if is_object(value) else inside
+    return is_data(value) or any(map(is_data, inside)) or (is_object(value) and not is_kept)
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
@@ -334,17 +337,26 @@ def stores_in(module: nn.Module) -> dict[str, nn.Module]:
     return {
         place: part
         for place, part in module.named_modules()
-        if place and _keeps(part) and next(part.parameters(), None) is None
+        if place
+        and _keeps(part, is_outer="." not in place)
+        and next(part.parameters(), None) is None
     }
 
 
-def _keeps(part: nn.Module) -> bool:
-    """Whether a submodule is of a class of the user's, or of a package and keeps containers."""
+def _keeps(part: nn.Module, *, is_outer: bool) -> bool:
+    """Whether a submodule is one of the user's next to the model, or keeps containers."""
     package = type(part).__module__
     if isinstance(part, Metric) or package.partition(".")[0] in LEFT_ALONE:
         return False
     kept = (value for name, value in vars(part).items() if name not in OF_LIGHTNING)
-    return is_of_user(package) or any(isinstance(v, list | dict | deque | set) for v in kept)
+    return (is_outer and is_of_user(package)) or any(map(_is_open, kept))
+
+
+def _spelled(place: str, name: str) -> str:
+    """Return the name of what `StepAttributes` follows as code spells it."""
+    if place.startswith("<"):
+        return f"{place.strip('<>')}.{name}"
+    return ".".join(("self", *filter(None, (place, name))))
 
 
 def _changes(before: dict[Any, _Held], now: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
@@ -419,13 +431,14 @@ def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any], memo: dict[int
 
 
 def new_values(changes: dict[Any, Any]) -> dict[str, dict[str, Any]]:
-    """Return what `StepAttributes.changes` has found in attributes of the LightningModule itself,
-    under "", and in each of `followed_scopes`, without entries that came to a list.
+    """Return what `StepAttributes.changes` has found, by the names of scopes as in
+    `attribute_paths`, without entries that came to a list.
     """
     found: dict[str, dict[str, Any]] = {}
     for (place, attribute), change in changes.items():
-        if not place or place.startswith("<"):
-            found.setdefault(place.strip("<>"), {})[attribute] = _new(change)
+        is_store = place and not place.startswith("<")
+        scope = f"self.{place}" if is_store else place.strip("<>")
+        found.setdefault(scope, {})[attribute] = _new(change)
     return found
 
 

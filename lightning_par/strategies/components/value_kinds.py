@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.observe.contents import copy_of, UNCHANGEABLE
+from lightning_par.observe.contents import copy_of, is_written_to, UNCHANGEABLE
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "change_of",
     "is_count",
     "is_near",
+    "is_of_losses",
+    "is_on_host",
     "is_same",
     "is_value",
     "join",
@@ -28,6 +30,7 @@ __all__ = [
     "linear_mark",
     "nothing_like",
     "size_of",
+    "takes_values",
     "wide",
 ]
 
@@ -117,7 +120,9 @@ def join(values: Sequence[Any]) -> Any:
     return torch.cat(list(values)) if isinstance(values[0], Tensor) else np.concatenate(values)
 
 
-def kind_of_list(value: Any, parts: Sequence[Any], in_a_row: Sequence[Any]) -> str:
+def kind_of_list(
+    value: Any, parts: Sequence[Any], in_a_row: Sequence[Any], tolerance: float
+) -> str:
     """Return what a new list is: "joined" from those of the parts, "appended" to by each part, "of
     one length", or "unlike".
 
@@ -125,6 +130,7 @@ def kind_of_list(value: Any, parts: Sequence[Any], in_a_row: Sequence[Any]) -> s
         value: That of the whole.
         parts: Those of the parts.
         in_a_row: Those of the parts, one after the other.
+        tolerance: Of roundings, relative.
     """
     if not isinstance(value, list):
         return "unlike"
@@ -135,9 +141,18 @@ def kind_of_list(value: Any, parts: Sequence[Any], in_a_row: Sequence[Any]) -> s
     if all(len(part) == len(value) for part in parts):
         return "of one length"
     joined = [entry for part in parts for entry in part]
-    are_plain = all(type(entry) in UNCHANGEABLE for entry in value)
-    is_joined = len(joined) == len(value) and (not are_plain or joined == value)
+    is_joined = len(joined) == len(value) and all(
+        _is_entry(one, other, tolerance) for one, other in zip(joined, value, strict=True)
+    )
     return "joined" if is_joined else "unlike"
+
+
+def _is_entry(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether two entries of lists are the same; tensors and objects are not compared."""
+    if isinstance(one, float) and isinstance(other, float):
+        is_near_to = math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+        return is_near_to or (one != one and other != other)
+    return type(one) not in UNCHANGEABLE or bool(one == other)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -195,3 +210,21 @@ class Mark:
         if are_tensors and one.data_ptr() == another.data_ptr():
             return self.changes == other.changes
         return is_same(one, another)
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether a value can be compared without a wait for a device."""
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def takes_values(value: Tensor | np.ndarray) -> bool:
+    """Whether a tensor or an array can be written to."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable)
+    return is_written_to(value) and not value.requires_grad
+
+
+def is_of_losses(value: Any, start: Any) -> bool:
+    """Whether a value that all parts of a look leave alike may be a mean over samples."""
+    is_number = not is_count(value) and np.shape(value) == () and not isinstance(value, bool)
+    return is_number and bool((change_of(start, value) != 0).any())

@@ -49,7 +49,7 @@ def warn_of_own_outputs(
         names = names_in(getattr(type(module), hook, None))
         read = sorted(name for name in seen.leaves if name.rpartition(".")[2] in names)
         if read and not names & _JOINS:
-            attributes = ", ".join(f"self.{name}" for name in read)
+            attributes = ", ".join(read)
             rank_zero_warn(
                 f"{step} stores values in {attributes}, which {hook} reads. Each of {replicas} "
                 "replicas has only the values of its own samples, so a mean over them may differ "
@@ -134,12 +134,11 @@ def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) 
         ConfigurationError: On every rank.
     """
     if follows:
-        named = ", ".join(f"self.{name}" for name in seen.leaves[:3])
-        where = f"attributes of the module ({named})" if named else "its class or in globals"
+        named = ", ".join(seen.leaves[:3]) or "attributes"
         raise ConfigurationError(
             "LP325",
             "the loss of training_step depends on what an earlier training_step has left in "
-            f"{where}.\nWhy: on {sizes} each micro-batch and replica "
+            f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
             "leaves there what it computes from its own samples, so the next loss would differ "
             "from one process.\nWhat to write: log the number, self.log('x', x, sync_dist=True), "
             "and keep trainer.callback_metrics['x'] in on_train_batch_end, where it is that of the "

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,6 +81,8 @@ class Keeping(PlainModule):
         self.meter, self.rows_of, self.nested = Meter(), list[int](), {"of": {"loss": 0.0}}
         self.criterion, self.space, self.texts = Counting(), SimpleNamespace(seen=0), ["a", "b"]
         self.meters, self.current = {"train": Meter()}, Meter()
+        self.grid_of, self.known, self.by_key = torch.Size(), set[str](), dict[str, int]()
+        self.correct: Any = 0
         self.in_list, self.leaf = [torch.zeros(())], torch.zeros((), requires_grad=True)
         self.first, self.random = torch.zeros(3), 12345678901234567
 
@@ -131,6 +134,14 @@ class Keeping(PlainModule):
         self.meter, self.rows_of = Meter(), batch[0][:, 0].tolist()
         self.meter.update(value, size)
         self.nested = {"of": {"loss": value}}
+        # What is made once, where another value tells that it is there.
+        if self.grid_of != batch[0].shape[1:]:
+            self.grid_of, self.grid = batch[0].shape[1:], torch.arange(batch[0].shape[1]).double()
+        if "all" not in self.known:
+            self.known.add("all")
+            self.by_key["all"] = 0
+        self.by_key["all"] += size
+        self.correct += (batch[0][:, 0] == 12).sum()  # none in the first batch
         self.criterion(loss)
         self.space.seen += size
         self.encoding = BatchEncoding({"ids": batch[0]})
@@ -187,6 +198,7 @@ class Keeping(PlainModule):
             "meter": {**vars(self.meter)},
             "rows_of": self.rows_of,
             "nested": self.nested["of"],
+            "cached": [self.grid.tolist(), self.by_key["all"], len(self.known), int(self.correct)],
             "criterion": [self.criterion.total, self.criterion.calls],
             "space": [self.space.seen, {**vars(self.current)}],
             "encoding": self.encoding["ids"].tolist(),
@@ -241,6 +253,20 @@ def _note(value: float) -> None:
     HISTORY.append(value)
 
 
+def _counter() -> Callable[[int], int]:
+    seen = 0
+
+    def count(size: int) -> int:
+        nonlocal seen
+        seen += size
+        return seen
+
+    return count
+
+
+ROWS, TWICE = _counter(), _counter()
+
+
 def _counting() -> tuple[type[PlainModule], list[float]]:
     seen, last = list[float](), 0.0
 
@@ -260,6 +286,8 @@ def _counting() -> tuple[type[PlainModule], list[float]]:
             self.table["loss"] = self.table.get("loss", 0.0) + value
             type(self).steps += 1
             _note(value)
+            ROWS(len(batch[0]))
+            TWICE(2 * len(batch[0]))
             SUMS["loss"].append(value)
             METER.update(value, len(batch[0]))
             seen.append(value)
@@ -270,7 +298,7 @@ def _counting() -> tuple[type[PlainModule], list[float]]:
             """Return what is kept; lists have an entry of each micro-batch."""
             lists = [sum(each) / len(each) for each in (self.outputs, HISTORY, SUMS["loss"], seen)]
             numbers = [*self.table.values(), *vars(METER).values(), last]
-            found[:] = [*lists, *numbers, self.steps, COUNT]
+            found[:] = [*lists, *numbers, self.steps, COUNT, ROWS(0), TWICE(0)]
 
     found = list[float]()
     return Outside, found
@@ -278,6 +306,7 @@ def _counting() -> tuple[type[PlainModule], list[float]]:
 
 def _kept_outside(rank: int, world: int, layout: str | None) -> list[float]:
     global COUNT
+    ROWS(-ROWS(0)), TWICE(-TWICE(0))
     HISTORY.clear(), SUMS.clear(), METER.__init__()  # type: ignore[misc]
     COUNT = 0
     seed_everything(0, verbose=False)
