@@ -270,6 +270,8 @@ class _References:
             self._add(value)
 
     def _add(self, value: Any) -> None:
+        if isinstance(value, type) and issubclass(value, nn.Module) and not self._keeps:
+            return  # code of the model, which stages run apart
         if isinstance(value, type):
             self.add_class(value)
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):

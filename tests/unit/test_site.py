@@ -80,7 +80,7 @@ def test_guide_names_every_argument_with_its_default() -> None:
         if p.kind is p.KEYWORD_ONLY and p.name != "save_distributed_checkpoint"
     }
     defaults = {name: repr(value).replace("'", '"') for name, value in wanted.items()}
-    assert {n: said.get(n) for n in wanted} == defaults | {"timeout": "torch's"}
+    assert {n: said.get(n) for n in wanted} == defaults | {"timeout": "torch's default"}
 
 
 def test_an_argument_without_a_meaning_is_not_passed_over() -> None:

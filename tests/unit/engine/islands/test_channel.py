@@ -136,7 +136,7 @@ def test_too_long_a_message_is_refused_before_it_is_read(
     server, client, tap = linked
     tap.change = lambda data: data if len(data) < 1000 else b""  # the payload stays away
     client.send({}, bytes(1000))
-    with pytest.raises(MessageError, match=r"2 \+ 1,000 bytes; at most .* \+ 999 make sense"):
+    with pytest.raises(MessageError, match=r"2 \+ 1,000 bytes; at most .* \+ 999 are allowed"):
         server.receive(limit=999)
 
 

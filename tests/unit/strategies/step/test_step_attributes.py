@@ -79,7 +79,7 @@ def test_another_stage_has_what_the_last_one_has(
     own(other)
     changes = stages[0].changes()
     assert changes
-    stages[1].take(changes)
+    stages[1].take(changes, is_source=False)
     names = {name for _, name in changes}
     assert names
     for name in names:
@@ -104,5 +104,5 @@ def test_a_stage_that_has_fewer_entries_takes_those_that_it_has() -> None:
     for stage in stages:
         stage.begin()
     last.numbers[0], last.numbers[3] = 8, 9
-    stages[1].take(stages[0].changes())
+    stages[1].take(stages[0].changes(), is_source=False)
     assert other.numbers == [8, 2, 3]
