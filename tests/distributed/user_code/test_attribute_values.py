@@ -209,6 +209,7 @@ class Keeping(PlainModule):
 
 
 def _kept(rank: int, world: int, layout: str | None, schedule: str = "1f1b") -> list[Any]:
+    torch.set_default_dtype(torch.float32)  # other tests of the process may have left another one
     seed_everything(0, verbose=False)
     module, found = Keeping().double(), list[Any]()
     strategy: Any = "auto"
@@ -309,6 +310,7 @@ def _kept_outside(rank: int, world: int, layout: str | None) -> list[float]:
     ROWS(-ROWS(0)), TWICE(-TWICE(0))
     HISTORY.clear(), SUMS.clear(), METER.__init__()  # type: ignore[misc]
     COUNT = 0
+    torch.set_default_dtype(torch.float32)
     seed_everything(0, verbose=False)
     kind, found = _counting()
     strategy = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], verify=False)
