@@ -82,8 +82,8 @@ class SkippedSteps:
         raise ConfigurationError(
             "LP318",
             f"{type(self._module).__name__}.training_step returned no loss on {where}, but a run "
-            "on one process skips a whole batch or none of it. Let all replicas decide together, "
-            "before the model is called: `if self.all_gather(flag).any(): return None`. "
+            "on one process skips whole batches. Let all replicas decide before the model is "
+            "called: `if self.all_gather(flag).any(): return None`. "
             f"{_CURE} No weight was changed in this step.",
         )
 
