@@ -50,11 +50,12 @@ _OF_THE_RUN = (
     Dataset,
 )
 """What `untouched` and the proof take care of, or what is only read and may be large."""
-_CODE = (
+_NO_STATE = (
     *(FunctionType, MethodType, BuiltinFunctionType, partial, type, ModuleType),
     *(property, staticmethod, classmethod),
+    *_OF_THE_RUN,
 )
-"""What says how values are computed."""
+"""Code, and what `_OF_THE_RUN` has: no step keeps its values in them."""
 _LARGEST = 100_000
 """Items up to which a container is looked into; a larger one is data."""
 
@@ -86,7 +87,7 @@ class Scope:
         return {
             name: value
             for name, value in named.items()
-            if not name.startswith("__") and not isinstance(value, (*_CODE, *_OF_THE_RUN))
+            if not name.startswith("__") and not isinstance(value, _NO_STATE)
         }
 
 
@@ -113,7 +114,6 @@ def outside_state(owners: Iterable[object]) -> Callable[[], None]:
     Args:
         owners: The module, its parts and callbacks.
     """
-    # An iterator is walked through twice.
     found = _References()
     found.add_owners(owners)
 
@@ -270,15 +270,15 @@ class _References:
             self._add(value)
 
     def _add(self, value: Any) -> None:
-        if isinstance(value, type) and issubclass(value, nn.Module) and not self._keeps:
-            return  # code of the model, which stages run apart
         if isinstance(value, type):
-            self.add_class(value)
+            # Modules are code of the model, which stages run apart.
+            if self._keeps or not issubclass(value, nn.Module):
+                self.add_class(value)
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
             self.add_function(value)
-        # Before the next branch: classes of torchmetrics are a package's, their states the user's.
         elif not self._keeps:
             return
+        # Before the next branch: classes of torchmetrics are a package's, their states the user's.
         elif isinstance(value, Metric | random.Random):  # which steps change, although not theirs
             self.restores.append(restore_of(value, self._seen))
         elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):

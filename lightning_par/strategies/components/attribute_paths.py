@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn, Tensor
 
+from lightning_par.engine.tensor_tree import rebuild
 from lightning_par.observe.contents import copy_of, is_container, refill, UNCHANGEABLE
 from lightning_par.observe.outside import is_of_user, Scope
 from lightning_par.strategies.components.sendable import (
     is_object,
     is_rebuilt,
     NAMESPACES,
-    tuple_like,
 )
 from lightning_par.strategies.components.step_attributes import (
     followed_scopes,
@@ -54,7 +54,7 @@ _DEPTH, _FEW = 4, 128
 
 def scopes_of(module: nn.Module) -> dict[str, Scope]:
     """Return where a step may leave something: in attributes, and outside of the module."""
-    parts = {"": module, **{f"self.{place}": part for place, part in stores_in(module).items()}}
+    parts = {"": module, **stores_in(module)}
     own = {
         place: Scope(held, held.__setitem__, held.__delitem__, without={*OF_LIGHTNING})
         for place, held in ((place, vars(part)) for place, part in parts.items())
@@ -118,7 +118,7 @@ def set_at(scopes: Scopes, path: Path, value: Any) -> bool:
     items = [*holder]
     items[path[-1]] = value
     # Others may hold a tuple in which nothing is another.
-    return value is now or set_at(scopes, path[:-1], tuple_like(holder, items))
+    return value is now or set_at(scopes, path[:-1], rebuild(holder, [*enumerate(items)]))
 
 
 def remove(scopes: Scopes, path: Path) -> None:

@@ -590,7 +590,7 @@ def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
     """Return copies of values; one that has two names has them again."""
-    copies = {id(v): [*v] if isinstance(v, list) else copy_of(v) for v in values.values()}
+    copies = {id(value): copy_of(value) for value in values.values()}
     return {path: copies[id(value)] for path, value in values.items()}
 
 

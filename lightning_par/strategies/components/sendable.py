@@ -16,17 +16,16 @@ import numpy as np
 from torch import nn, Tensor
 
 from lightning_par.dtensor import whole
+from lightning_par.engine.tensor_tree import rebuild
 from lightning_par.observe.contents import LEFT_ALONE, UNCHANGEABLE
 
 __all__ = [
-    "FIXED",
     "NAMESPACES",
     "is_data",
     "is_object",
     "is_rebuilt",
     "sendable",
     "shallow_copy",
-    "tuple_like",
 ]
 
 _PLAIN = (
@@ -44,10 +43,8 @@ _PLAIN = (
     complex,
     str,
     bytes,
-    type(None),
 )
-FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
-"""Types whose values cannot change in place."""
+"""Types whose values are sent as they are, if other ranks find their class."""
 _SIZED, _DATA = (list, dict, set, deque, tuple), 1000
 """Types of containers, and how many entries one has that is data if it is no attribute."""
 _OF_PICKLE = (
@@ -116,7 +113,7 @@ def _made(value: Any, sent: Callable[[Any], Any]) -> Any:
     if kind is deque:
         return deque(map(sent, value), value.maxlen)
     if isinstance(value, tuple) and is_rebuilt(kind):
-        return tuple_like(value, [*map(sent, value)])
+        return rebuild(value, [*enumerate(map(sent, value))])
     if kind in (dict, Counter, OrderedDict):
         return kind({sent(key): sent(entry) for key, entry in value.items()})
     if isinstance(value, dict) and is_dataclass(value):  # an output of a model of transformers
@@ -124,7 +121,9 @@ def _made(value: Any, sent: Callable[[Any], Any]) -> Any:
     if kind in NAMESPACES:
         return kind(**{name: sent(held) for name, held in vars(value).items()})
     if isinstance(value, UserDict):  # such as a batch of a tokenizer, without its encodings
-        if any(type(held) not in FIXED for name, held in vars(value).items() if name != "data"):
+        if any(
+            type(held) not in UNCHANGEABLE for name, held in vars(value).items() if name != "data"
+        ):
             raise _NotSendableError
         made = copy.copy(value)
         made.data = sent(value.data)
@@ -159,13 +158,6 @@ def is_rebuilt(kind: type) -> bool:
     a function of torch such as `max`.
     """
     return kind is tuple or hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")
-
-
-def tuple_like(value: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
-    """Return a tuple of the same kind with other entries."""
-    kind = type(value)
-    # A namedtuple takes its fields one by one, other tuples take one iterable.
-    return kind(*entries) if hasattr(kind, "_fields") else kind(entries)
 
 
 def is_data(value: Any) -> bool:

@@ -22,10 +22,9 @@ from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from lightning_par.observe.contents import copy_of, LEFT_ALONE, names_in, restore_of
+from lightning_par.observe.contents import copy_of, LEFT_ALONE, names_in, restore_of, UNCHANGEABLE
 from lightning_par.observe.outside import is_of_user, outside_scopes, Scope
 from lightning_par.strategies.components.sendable import (
-    FIXED,
     is_data,
     is_object,
     NAMESPACES,
@@ -74,7 +73,7 @@ class _Held:
         """
         # None: a value that is compared by identity alone.
         content: Any = None
-        if type(value) in FIXED:  # most of them, in every step
+        if type(value) in UNCHANGEABLE:  # most of them, in every step
             return cls(value, None)
         if isinstance(value, list):
             # Few entries are lists or objects that go on changing, such as one list per loader;
@@ -253,10 +252,11 @@ def followed_scopes(module: nn.Module) -> dict[str, Scope]:
 
 def _is_of_others(value: Any) -> bool:
     """Whether a value outside of the module is data, or an object of a package's class."""
-    is_kept = isinstance(value, NAMESPACES) or is_of_user(type(value).__module__)
+    if is_object(value):
+        is_kept = isinstance(value, NAMESPACES) or is_of_user(type(value).__module__)
+        return not is_kept or any(map(is_data, (value, *vars(value).values())))
     inside = value.values() if isinstance(value, dict) else ()
-    inside = vars(value).values() if is_object(value) else inside
-    return is_data(value) or any(map(is_data, inside)) or (is_object(value) and not is_kept)
+    return is_data(value) or any(map(is_data, inside))
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
@@ -332,10 +332,10 @@ def _plain(held: dict[str, Any]) -> dict[str, Any]:
 
 def stores_in(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules of the user's without parameters, in which a step may keep something,
-    such as a loss that counts; by their names.
+    such as a loss that counts; by their names, such as ``self.loss``.
     """
     return {
-        place: part
+        f"self.{place}": part
         for place, part in module.named_modules()
         if place
         and _keeps(part, is_outer="." not in place)
@@ -354,9 +354,7 @@ def _keeps(part: nn.Module, *, is_outer: bool) -> bool:
 
 def _spelled(place: str, name: str) -> str:
     """Return the name of what `StepAttributes` follows as code spells it."""
-    if place.startswith("<"):
-        return f"{place.strip('<>')}.{name}"
-    return ".".join(("self", *filter(None, (place, name))))
+    return f"{place.strip('<>') or 'self'}.{name}"
 
 
 def _changes(before: dict[Any, _Held], now: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
@@ -374,7 +372,7 @@ def _change(before: _Held | None, value: Any, memo: dict[int, Any]) -> Any:
     """
     # The same object: what has changed is inside of it. Another one is sent whole.
     if before is not None and before.value is value:
-        if type(value) in FIXED:
+        if type(value) in UNCHANGEABLE:
             return None
         # A list of a user's class may have attributes, too, of which nothing is kept.
         if not isinstance(value, list | deque | set) and _is_open(value):
@@ -436,9 +434,8 @@ def new_values(changes: dict[Any, Any]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for (place, attribute), change in changes.items():
-        is_store = place and not place.startswith("<")
-        scope = f"self.{place}" if is_store else place.strip("<>")
-        found.setdefault(scope, {})[attribute] = _new(change)
+        if not place or place.startswith(("self.", "<")):  # no setting of the Trainer
+            found.setdefault(place.strip("<>"), {})[attribute] = _new(change)
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.engine.tensor_tree import map_tensors, tensors_of
+from lightning_par.engine.tensor_tree import map_tensors, rebuild, tensors_of
 from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = ["CannotJoinError", "cut_replica", "join_batches", "samples_of"]
@@ -110,8 +110,7 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
         if any(len(value) != len(first) for value in values):
             raise CannotJoinError(f"{path or 'the batch'} has different lengths on the replicas")
         items = [inner(i, list(items)) for i, items in enumerate(zip(*values, strict=True))]
-        # A named tuple takes its entries one by one.
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return rebuild(first, [*enumerate(items)])
     if hasattr(first, "__dict__") and type(first).__module__ != "builtins":
         made = copy.copy(first)
         for key in vars(first):
