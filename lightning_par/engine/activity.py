@@ -47,7 +47,9 @@ class ActivityRecord:
 
     def __str__(self) -> str:
         """Give ``stage 1, backward of micro-batch 3, step 17``."""
-        action = self.action or "starting"
+        if not self.action:  # nothing was recorded yet: the numbers are zeros
+            return "starting"
+        action = self.action
         if self.micro_batch >= 0:
             action += f" of micro-batch {self.micro_batch}"
         parts = [f"stage {self.stage}"] if self.stage >= 0 else []

@@ -241,6 +241,9 @@ PROOFS: dict[str, str] = {
     "optimizers; states of callbacks and data modules": """
         resume::test_hooks_states_and_edits_of_a_resumed_run_are_those_of_one_process
         resume::test_a_callback_that_has_added_a_group_of_parameters_resumes""",
+    "resume from a checkpoint that was saved inside an epoch": """
+        resumed_samples::test_an_epoch_goes_on_where_it_was_saved
+        resumed_samples::test_another_global_batch_sees_every_sample_that_was_to_come""",
     "load `best_model_path` with a plain `Trainer`, or `torch.load`": """
         contract/test_plain_file.py::test_plain_torch_and_lightning_read_it
         contract/test_checkpoints.py::test_best_last_and_every_few_steps""",

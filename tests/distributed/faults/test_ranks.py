@@ -171,6 +171,7 @@ def test_board_tells_what_a_rank_does_and_how_it_ended(tmp_path: Path) -> None:
     path = RankStatusFile.create(2)
     try:
         activity = Activity()
+        assert str(activity.now()) == "starting"
         activity.step = 17
         board = RankStatusFile(path, [4, 5], 5, activity)
     finally:
