@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_par.errors import CheckpointError, PlanError
 from lightning_par.upstream.distributed import functional_operators as _ops
@@ -22,13 +22,17 @@ from lightning_par.upstream.tensor import own_attributes
 __all__ = [
     "Box",
     "box_at",
+    "box_of",
     "buckets",
     "cut_box",
     "full_tensors",
     "like_parameter",
     "local_box",
     "local_part",
+    "narrowed",
+    "replicated",
     "shard_of",
+    "sharding_axes",
     "whole",
     "whole_values",
 ]
@@ -258,7 +262,15 @@ def buckets(
 
 def _gathered_axes(tensor: DTensor, bucket: int) -> tuple[int, ...]:
     """Return the axes over which a small DTensor of blocks is sharded, else nothing."""
-    if _full_bytes(tensor) >= bucket or any(p.is_partial() for p in tensor.placements):
+    return () if _full_bytes(tensor) >= bucket else sharding_axes(tensor)
+
+
+def sharding_axes(tensor: DTensor) -> tuple[int, ...]:
+    """Return the axes of its mesh over which a DTensor is cut into blocks.
+
+    Empty if nothing cuts it, if ranks hold strips of it, or parts of a sum.
+    """
+    if any(p.is_partial() for p in tensor.placements):
         return ()
     return tuple(sorted(axis for axis, _ in _block_cuts(tensor.placements) or ()))
 
@@ -271,7 +283,7 @@ def _gather_blocks(
     boxes = []
     for indices in product(*map(range, sizes)):
         place = dict(zip(axes, indices, strict=True))
-        boxes.append([_box_of(t, place) for t in tensors])
+        boxes.append([box_of(t, place) for t in tensors])
     # Boxes of ranks may differ in size: rows are padded to the longest.
     length = max(sum(prod(box.shape) for box in held) for held in boxes)
     parts = [local_part(tensor).flatten() for tensor in tensors]
@@ -285,19 +297,29 @@ def _gather_blocks(
         counts = [prod(box.shape) for box in held]
         rows = row[: sum(counts)].split(counts)
         for full, box, values in zip(found, held, rows, strict=True):
-            _narrow(full, box).copy_(values.view(box.shape))
+            narrowed(full, box).copy_(values.view(box.shape))
     return found
 
 
-def _box_of(tensor: DTensor, place: Mapping[int, int]) -> Box:
-    """Return which part the rank at a place, an index for each axis that shards it, holds."""
+def box_of(tensor: DTensor, place: Mapping[int, int]) -> Box:
+    """Return which part of a DTensor a rank holds.
+
+    Args:
+        tensor: Cut into blocks, see `sharding_axes`.
+        place: Axis of its mesh that cuts it -> the rank's coordinate there.
+    """
     cuts = _block_cuts(tensor.placements) or ()
     sizes = tensor.device_mesh.size
     return cut_box("tensor", tensor.shape, [(dim, sizes(i), place[i]) for i, dim in cuts])
 
 
-def _narrow(tensor: Tensor, box: Box) -> Tensor:
-    """Return the part of a whole tensor that a box names, with the same memory."""
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Return the part of a whole tensor that a box names, with the same memory.
+
+    Args:
+        tensor: The whole tensor.
+        box: Names the part.
+    """
     for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         tensor = tensor.narrow(dim, low, size)
     return tensor
@@ -313,4 +335,15 @@ def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return tensor
     # Cloned: a view would keep the whole value alive.
-    return sharded_like(_narrow(tensor, local_box("tensor", like)).clone(), like)
+    return sharded_like(narrowed(tensor, local_box("tensor", like)).clone(), like)
+
+
+def replicated(tensor: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of which each rank that holds a part of `like` holds the whole.
+
+    Args:
+        tensor: The same on these ranks.
+        like: Its mesh is taken.
+    """
+    mesh = like.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

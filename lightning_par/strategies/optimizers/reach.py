@@ -30,6 +30,7 @@ __all__ = [
     "declared_reach",
     "looks_across_model",
     "right_on_shards",
+    "steps_alone",
 ]
 
 Reach = Literal["entry", "parameter", "model"]
@@ -170,6 +171,30 @@ def right_on_shards(optimizer: Optimizer, device: torch.device) -> bool:
     return all(_same(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+def steps_alone(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether ranks may step on some of the parameters each; see Note [Probe].
+
+    They may if no update looks across parameters or draws random numbers, whose order would be
+    another one, and if values are read only once a closure has run.
+
+    Args:
+        optimizer: Stays as it is.
+        device: Where small tensors are made.
+    """
+    reach = declared_reach(optimizer) or (
+        "model" if looks_across_model(optimizer, device) else None
+    )
+    if reach == "model":
+        return False
+    kinds = [_Kind(kind.group, kind.shape) for kind in _kinds(optimizer)]
+    numbers = range(len(kinds))
+    wanted = _try(optimizer, kinds, device, numbers)
+    found = _try(optimizer, kinds, device, numbers, is_late=True)
+    if wanted is None or found is None:
+        return False
+    return all(_same(a, b) for a, b in zip(wanted, found, strict=True))
+
+
 def _kinds(optimizer: Optimizer) -> list[_Kind]:
     """Return the kinds of parameters, the largest first of each."""
     found: dict[Any, _Kind] = {}
@@ -190,7 +215,12 @@ def _kinds(optimizer: Optimizer) -> list[_Kind]:
 
 
 def _try(
-    optimizer: Optimizer, kinds: Sequence[_Kind], device: torch.device, numbers: Sequence[int]
+    optimizer: Optimizer,
+    kinds: Sequence[_Kind],
+    device: torch.device,
+    numbers: Sequence[int],
+    *,
+    is_late: bool = False,
 ) -> list[tuple[Tensor, Tensor]] | None:
     """Step a copy of an optimizer on small tensors; return each before and after, whole.
 
@@ -199,6 +229,8 @@ def _try(
         kinds: The tensors of the problem, with their values.
         device: Where they are made.
         numbers: Those that the copy is given.
+        is_late: Whether tensors have their values only once the closure has run, and random numbers
+            count as an error.
 
     Returns:
         None if that raises.
@@ -209,9 +241,12 @@ def _try(
     tensors = [nn.Parameter(_place(values[n][0], kinds[n])) for n in numbers]
     slopes = [_place(values[n][1], kinds[n]) for n in numbers]
 
+    held = [tensor.data for tensor in tensors]
+
     def closure() -> Tensor:
         with torch.no_grad():
-            for tensor, slope in zip(tensors, slopes, strict=True):
+            for tensor, value, slope in zip(tensors, held, slopes, strict=True):
+                tensor.data = value
                 # Entry by entry, so that it is the same for a shard; it changes sign rarely.
                 tensor.grad = slope + tensor * 0.01
         return torch.ones((), device=device, dtype=torch.float64)
@@ -223,8 +258,15 @@ def _try(
                 pairs = zip(numbers, tensors, strict=True)
                 group["params"][:] = [t for n, t in pairs if kinds[n].group == number]
             for _ in range(_STEPS):
+                if is_late:
+                    for tensor in tensors:
+                        tensor.grad, tensor.data = None, tensor.data.new_empty(0)
+                state = torch.get_rng_state()
                 # Of the class: a scheduler or a hook may have replaced `step` on the object.
                 type(clone).step(clone, closure)  # type: ignore[arg-type]
+                if is_late and not torch.equal(torch.get_rng_state(), state):
+                    return None
+                held[:] = [tensor.data for tensor in tensors]
             after = [whole(tensor.detach()) for tensor in tensors]
     except Exception:  # whatever a stranger's optimizer raises means that it cannot be tried
         return None

@@ -6,20 +6,24 @@ pipeline stage. Before such an optimizer steps, its parameters and gradients are
 whole tensors take the places of the parameters in its groups; after the step every rank keeps its
 part of them. States of a parameter's shape are kept sharded as the parameter is. A closure
 that the optimizer calls runs on the parameters, which take their places while it does.
+
+An optimizer that may update each parameter on another rank gathers each on one rank only; see Note
+[Owners]. It gathers them once its closure has run, and so only once in a step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_par.dtensor import local_part, shard_of, whole
+from lightning_par.dtensor import local_part, replicated, shard_of, whole
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.optimizers.owners import Owners
 
 __all__ = ["WholeStep"]
 
@@ -29,6 +33,7 @@ class _Entry:
     """One parameter of the optimizer in the whole model.
 
     Attributes:
+        name: Its name in the whole model.
         group: Index of its group.
         stage: The pipeline rank that holds it; the first, if several do.
         place: Its place in the group on this rank; None: it is on another stage.
@@ -37,6 +42,7 @@ class _Entry:
         tensor: Stands for the whole parameter; it has no memory between steps.
     """
 
+    name: str
     group: int
     stage: int
     place: int | None
@@ -50,10 +56,11 @@ class WholeStep:
 
     Args:
         optimizer: Its groups hold this rank's parameters, whatever takes their places in a step.
-        names: Name of every parameter of each group, in order.
+        names: Gives the name of every parameter of each group, in order.
         mesh: Mesh of this run.
         device: Device of this rank.
         across_stages: Whether it also steps on the parameters of other pipeline stages.
+        by_owners: Whether each rank may step on some of the parameters only; see `steps_alone`.
         order: Place of a name in the whole model.
 
     **Communicates**: the names and shapes of the parameters, over the ``pp`` axis. In every step
@@ -64,18 +71,22 @@ class WholeStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        names: Sequence[Sequence[str]],
+        names: Callable[[], Sequence[Sequence[str]]],
         mesh: ParallelMesh,
         device: torch.device,
         *,
         across_stages: bool,
+        by_owners: bool,
         order: Callable[[str], int],
     ) -> None:
         self._optimizer, self._mesh, self._device = optimizer, mesh, device
         self._across = across_stages and mesh.sizes.pipeline > 1
-        self._entries = list(self._list_entries(names, order))
-        self._parameters: list[list[Any]] = []  # those of each group while tensors are in place
+        self._names, self._order = names, order
+        self._entries: list[_Entry] = []
+        self._parameters: list[list[Any]] = []  # those of each group, see `_put_in_place`
         self._depth, self._loaded = 0, False
+        self._by_owners, self._is_gathered = by_owners, False
+        self._list()
         # torch calls these inside the wrapper of `step`, so also where Lightning's wrapper or a
         # scaler calls it.
         optimizer.register_step_pre_hook(self._before)
@@ -85,11 +96,31 @@ class WholeStep:
     @property
     def bytes_in_step(self) -> int:
         """Bytes of the whole parameters and gradients that a step holds on this rank."""
-        sizes = (torch.Size(e.shape).numel() * e.dtype.itemsize for e in self._entries)
-        return 2 * sum(sizes)
+        held = (e for e in self._entries if not self._owners.is_elsewhere(e.tensor))
+        return 2 * sum(torch.Size(e.shape).numel() * e.dtype.itemsize for e in held)
+
+    def _list(self) -> None:
+        """List the parameters of the groups, and choose their owners."""
+        self._parameters = [list(group["params"]) for group in self._optimizer.param_groups]
+        # The same tensors as before a change: states of other stages are keyed by them.
+        known = {entry.name: entry.tensor for entry in self._entries}
+        self._entries = list(self._list_entries(self._names(), known))
+        own = ((e.group, e.tensor, p) for e, p in self._own() if self._by_owners)
+        self._owners = Owners(own)
+
+    def _has_changed(self) -> bool:
+        """Whether a group was added, or has other parameters; on pipelines on any stage."""
+        groups = self._optimizer.param_groups
+        held = [[*map(id, parameters)] for parameters in self._parameters]
+        changed = held != [[*map(id, group["params"])] for group in groups]
+        if self._across:
+            vote = torch.tensor(changed, device=self._device, dtype=torch.int)
+            dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._mesh.group("pp"))
+            changed = bool(vote)
+        return changed
 
     def _list_entries(
-        self, names: Sequence[Sequence[str]], order: Callable[[str], int]
+        self, names: Sequence[Sequence[str]], known: Mapping[str, nn.Parameter]
     ) -> Iterator[_Entry]:
         groups = self._optimizer.param_groups
         held = [
@@ -112,18 +143,20 @@ class WholeStep:
                 for name, about in parts[number].items():
                     found.setdefault(name, (stage, about))
             # Within one stage in the order of the user, over stages in that of the model.
-            ordered = sorted(found, key=order) if self._across else list(found)
+            ordered = sorted(found, key=self._order) if self._across else list(found)
             for name in ordered:
                 stage, (_, shape, dtype) = found[name]
                 place = own[name][0] if name in own else None
+                tensor = nn.Parameter(torch.empty(0, dtype=dtype, device=self._device))
                 yield _Entry(
+                    name=name,
                     group=number,
                     stage=stage if self._across else here,
                     place=place,
                     shape=shape,
                     dtype=dtype,
                     # Made once: states of the optimizer are keyed by it while it steps.
-                    tensor=nn.Parameter(torch.empty(0, dtype=dtype, device=self._device)),
+                    tensor=known.get(name, tensor),
                 )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -134,9 +167,16 @@ class WholeStep:
         self._depth += 1
         if self._depth > 1:
             return None
-        # Every rank steps together, so that all of them are in these collectives.
-        self._gather()
+        # As where layers are unfrozen, with a group of their own.
+        if self._has_changed():
+            self._list()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # Every rank steps together, so that all of them are in these collectives.
+        if closure is None or not self._by_owners:
+            self._gather()
+        else:
+            # Until the closure has run, tensors without values: it is known that none is read.
+            self._put_in_place()
         if closure is None:
             return None
         # The closure runs the user's step, which needs the parameters and not the whole tensors.
@@ -147,8 +187,10 @@ class WholeStep:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and self._is_gathered:
             self._scatter(keep=False)
+        elif self._depth == 0:
+            self._put_back()  # the closure was not called, which Lightning refuses
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Forget the states of absent parameters: those of other stages are loaded by them."""
@@ -159,7 +201,10 @@ class WholeStep:
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             # What the optimizer has changed so far is what the closure computes with.
-            self._scatter(keep=True)
+            if self._is_gathered:
+                self._scatter(keep=True)
+            else:
+                self._put_back()
             with torch.enable_grad():
                 loss = closure()
             # LBFGS's line search compares losses: ranks that decided differently would call the
@@ -182,9 +227,12 @@ class WholeStep:
     @torch.no_grad()
     def _gather(self) -> None:
         """Put whole tensors, with whole gradients and states, in the place of the parameters."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        self._parameters = [list(group["params"]) for group in groups]
+        state = self._optimizer.state
+        self._put_in_place()
+        self._owners.gather(state)
         for entry, parameter in self._own():
+            if entry.tensor in self._owners:
+                continue
             tensor, plain = entry.tensor, torch.contiguous_format  # as other stages receive them
             tensor.grad = None
             tensor.data = whole(parameter.detach()).detach().clone(memory_format=plain)
@@ -196,9 +244,18 @@ class WholeStep:
                 state[tensor] = {k: _whole_state(v) for k, v in held.items()}
         if self._across:
             self._exchange()
-        for number, group in enumerate(groups):
+        self._is_gathered = True
+
+    def _put_in_place(self) -> None:
+        """Put the tensors that this rank steps on in the place of the parameters."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            of_group = [e.tensor for e in self._entries if e.group == number]
             # In place: an optimizer may keep the list.
-            group["params"][:] = [e.tensor for e in self._entries if e.group == number]
+            group["params"][:] = [t for t in of_group if not self._owners.is_elsewhere(t)]
+
+    def _put_back(self) -> None:
+        for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
+            group["params"][:] = parameters
 
     def _exchange(self) -> None:
         """Give every stage the parameters, gradients and, after a load, the states of others."""
@@ -247,15 +304,18 @@ class WholeStep:
         Args:
             keep: The step goes on after a closure: keep the memory of the whole tensors.
         """
-        groups, state = self._optimizer.param_groups, self._optimizer.state
+        state = self._optimizer.state
+        self._is_gathered = False
+        self._owners.scatter(state, keep=keep)
         for entry, parameter in self._own():
+            if entry.tensor in self._owners:
+                continue
             # Into the memory of the parameter: FSDP and others hold it.
             local_part(parameter).copy_(local_part(shard_of(entry.tensor.detach(), parameter)))
             if not keep and entry.tensor in state:
                 held = state.pop(entry.tensor)
                 state[parameter] = {k: _part_of_state(v, parameter) for k, v in held.items()}
-        for group, parameters in zip(groups, self._parameters, strict=True):
-            group["params"][:] = parameters
+        self._put_back()
         if not keep:
             for entry in self._entries:
                 entry.tensor.grad = None
@@ -277,5 +337,4 @@ def _part_of_state(value: Any, parameter: Tensor) -> Any:
         return shard_of(value, parameter)
     # E.g. Adafactor's row and column means: the same on every rank, and a DTensor, so that a
     # checkpoint knows it.
-    mesh = parameter.device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated(value, parameter)

@@ -22,6 +22,7 @@ from lightning_par.strategies.optimizers.reach import (
     declared_reach,
     looks_across_model,
     right_on_shards,
+    steps_alone,
 )
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -256,20 +257,28 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
     if not (across_model or across_shards):
         return
     check_references(optimizer)
+    alone = torch.tensor(
+        not across_model and steps_alone(optimizer, device), device=device, dtype=torch.int
+    )
+    dist.all_reduce(alone, dist.ReduceOp.MIN)
     step = WholeStep(
         optimizer,
-        model.states.names_in_groups(model.module, optimizer),
+        lambda: model.states.names_in_groups(model.module, optimizer),
         mesh,
         device,
         across_stages=across_model,
+        by_owners=bool(alone),
         order=model.states.place,
     )
     if mesh.rank == 0:
         _logger.info(
-            "the update of %s depends on %s, so every rank gathers them and computes the same "
-            "update. This takes %.0f MiB for parameters and gradients in each step.",
+            "the update of %s depends on %s, so %s. This takes %.0f MiB for parameters and "
+            "gradients in each step on this rank.",
             type(optimizer).__name__,
             "parameters of several stages" if across_model else "whole parameters",
+            "each is gathered on one rank, which computes its update"
+            if alone
+            else "every rank gathers them and computes the same update",
             step.bytes_in_step / _MIB,
         )
 

@@ -215,7 +215,7 @@ def two_kinds_in_one_class() -> Any:
     return optimized(lambda m: TwoKinds(m.parameters(), lr=0.05))
 
 
-@CASES.add(equal="tp2 zero3", trainer={"gradient_clip_val": 0.05})
+@CASES.add(equal="tp2 zero3", large="zero1tp2 zero2", trainer={"gradient_clip_val": 0.05})
 def muon_with_clipping() -> Any:
     return optimized(lambda m: torch.optim.Muon(matrices(m), lr=0.1))
 
@@ -339,6 +339,45 @@ class Unfreezing(BaseFinetuning):
 )
 def blocks_that_are_unfrozen_later() -> Any:
     return optimized(lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.3))
+
+
+@CASES.add(
+    equal="tp2 zero3",
+    large="tp2pp2",
+    trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
+)
+def matrices_that_are_unfrozen_later() -> Any:
+    return optimized(lambda m: TwoKinds([p for p in m.parameters() if p.requires_grad], lr=0.05))
+
+
+class Rounded(OwnStep):
+    """Whitened, with steps that are rounded at random; its draws have an order."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            p.sub_(whitened(p.grad) + 0.1 * torch.randn_like(p), alpha=lr * 0.01)
+
+
+@CASES.add(equal="tp2 zero3")
+def whitened_with_noise() -> Any:
+    return optimized(lambda m: Rounded(matrices(m)))
+
+
+class Remembering(Whitened):
+    """Reads the weights before its closure has run."""
+
+    def step(self, closure: Any = None) -> Any:
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p, old in zip(self.param_groups[0]["params"], before, strict=True):
+                p.lerp_(old, 0.3)
+        return loss
+
+
+@CASES.add(equal="tp2 zero3")
+def weights_read_before_the_closure() -> Any:
+    return optimized(lambda m: Remembering(matrices(m)))
 
 
 class Averaged(OwnStep):
