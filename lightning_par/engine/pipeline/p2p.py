@@ -299,8 +299,9 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         raise PipelineError(
             "LP405",
             "the output of a pipeline stage needed a gradient in an earlier step and needs none "
-            "now, or the other way round: parameters were frozen or unfrozen after the first "
-            "step. Under a pipeline, freeze and unfreeze parameters before the fit.",
+            "now, or the other way round: parameters were frozen or unfrozen within an epoch. "
+            "Under a pipeline, freeze and unfreeze parameters before the fit, or at the start of "
+            "an epoch, in on_train_epoch_start.",
         )
     if known.specs != header.specs:
         raise PipelineError(

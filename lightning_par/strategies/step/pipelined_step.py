@@ -35,13 +35,9 @@ from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.model_calls import ModelCalls
 from lightning_par.engine.pipeline.schedules import forward_only
+from lightning_par.engine.pipeline.trained_parts import TrainedParts
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
-from lightning_par.errors import (
-    ConfigurationError,
-    NonFiniteError,
-    PlanError,
-    raise_problems,
-)
+from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.attribute_values import AttributeValues
@@ -136,6 +132,7 @@ class PipelinedSteps:
         self._is_only_replica = mesh.sizes.data == 1
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
+        self._trained = TrainedParts(module, module.device, self._group)
         self._results = world.broadcast(self._group, self._source)
         sent = world.broadcast(self._group, self._source)
         self.model_calls = ModelCalls(executor, rank_of_stage, sent)
@@ -194,7 +191,9 @@ class PipelinedSteps:
             weighted = weigh(loss, scale.to(loss.dtype))
             return weighted if factor is None else weighted * factor
 
-        signatures = [signature(part, "training") for part in parts]
+        trainer = self.module.trainer
+        trained = self._trained.count(trainer.current_epoch, trainer.optimizers)
+        signatures = [(signature(part, "training"), trained) for part in parts]
         self._begin_step(trains=True)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
@@ -206,6 +205,8 @@ class PipelinedSteps:
                     run = self.executor.run(
                         schedule, step, signatures, scaled_loss, around, self._replay
                     )
+        if not parameters:  # no backward reshards what FSDP has gathered
+            self._sharding.release()
         self.last_run, self.last_weight = run, weights.of_loss
         if self._sequence is not None:
             self._sequence.check()

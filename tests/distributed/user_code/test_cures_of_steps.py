@@ -214,7 +214,7 @@ def a_step_for_one_number_of_samples(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP405", r"frozen or unfrozen after the first step\. Under a pipeline, freeze and unfreeze"
+    "LP405", r"frozen or unfrozen within an epoch\. .* at the start of an epoch, in on_train_epoch_"
 )
 def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
     class Module(PlainModule):
