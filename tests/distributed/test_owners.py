@@ -1,5 +1,6 @@
 """Matrices of an optimizer that are whole on one rank each, and the states they leave."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -44,25 +45,47 @@ def values(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
     return made[0].to(DEVICE), made[1].to(DEVICE)
 
 
-@ranks(6)
-def test_every_rank_gets_its_shards_of_what_the_owners_compute(rank: int, world: int) -> None:
-    mesh = init_device_mesh(DEVICE, (3, 2), mesh_dim_names=("dp", "tp"))
+def made(mesh: Any) -> tuple[list[nn.Parameter], list[Any]]:
+    """Return whole parameters, and shards of them; no batch has reached some."""
     plain, parameters = [], []
     for seed, (shape, kind) in enumerate((s, k) for k in KINDS for s in SHAPES):
         weight, grad = values(shape, seed)
         plain.append(nn.Parameter(weight.clone()))
-        plain[-1].grad = None if seed % 7 == 3 else grad  # no batch reached some
-        parameter: Any = nn.Parameter(distribute_tensor(weight, mesh, kind))
-        if plain[-1].grad is not None:
-            parameter.grad = distribute_tensor(grad, mesh, kind)
-        parameters.append(parameter)
+        parameters.append(nn.Parameter(distribute_tensor(weight, mesh, kind)))
+        if seed % 7 != 3:
+            plain[-1].grad, parameters[-1].grad = grad, distribute_tensor(grad, mesh, kind)
+    return plain, parameters
+
+
+@torch.no_grad()
+def step_once(parameters: Iterable[nn.Parameter], states: dict[Any, Any]) -> None:
+    for parameter in (p for p in parameters if p.grad is not None):
+        update(parameter, states.setdefault(parameter, {}))
+
+
+def assert_same_states(found: dict[str, Any], wanted: dict[str, Any], parameter: Any) -> None:
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        if isinstance(value, Tensor):
+            full = whole(found[name])
+            assert (full.dtype, torch.equal(full, value)) == (value.dtype, True), name
+        else:
+            assert (type(found[name]), found[name]) == (type(value), value)
+    if found:
+        assert found["mean"].placements == parameter.placements
+        assert isinstance(found["row"], DTensor)
+        assert not isinstance(found["step"], DTensor)
+
+
+@ranks(6)
+def test_every_rank_gets_its_shards_of_what_the_owners_compute(rank: int, world: int) -> None:
+    mesh = init_device_mesh(DEVICE, (3, 2), mesh_dim_names=("dp", "tp"))
+    plain, parameters = made(mesh)
     rest = nn.Parameter(torch.ones(3, 3, device=DEVICE))
-    tensors = [nn.Parameter(torch.empty(0, dtype=p.dtype, device=DEVICE)) for p in parameters]
-    few = nn.Parameter(torch.empty(0, dtype=torch.bfloat16, device=DEVICE))
-    owners = Owners(
-        [(0, t, p) for t, p in zip(tensors, parameters, strict=True)]
-        + [(0, nn.Parameter(rest.clone()), rest), (1, few, parameters[0])]
-    )
+    empty = lambda p: nn.Parameter(torch.empty(0, dtype=p.dtype, device=DEVICE))  # noqa: E731
+    tensors, few = [empty(p) for p in parameters], empty(parameters[0])
+    members = [(0, t, p) for t, p in zip(tensors, parameters, strict=True)]
+    owners = Owners([*members, (0, nn.Parameter(rest.clone()), rest), (1, few, parameters[0])])
     assert few not in owners, "a group with fewer matrices than ranks"
     assert all(t in owners for t in tensors)
     states: dict[Any, Any] = {rest: {"kept": 1}}
@@ -72,11 +95,8 @@ def test_every_rank_gets_its_shards_of_what_the_owners_compute(rank: int, world:
         mine = [t for t in tensors if not owners.is_elsewhere(t)]
         assert mine, "every rank has some"
         assert all(not t.numel() for t in tensors if owners.is_elsewhere(t))
-        with torch.no_grad():
-            for tensor in (t for t in mine if t.grad is not None):
-                update(tensor, states.setdefault(tensor, {}))
-            for tensor in (t for t in plain if t.grad is not None):
-                update(tensor, reference.setdefault(tensor, {}))
+        step_once(mine, states)
+        step_once(plain, reference)
         if step == 1:  # the step goes on after another closure
             owners.scatter(states, keep=True)
             owners.gather(states)
@@ -85,29 +105,11 @@ def test_every_rank_gets_its_shards_of_what_the_owners_compute(rank: int, world:
     for wanted, parameter in zip(plain, parameters, strict=True):
         assert torch.equal(whole(parameter.detach()), wanted)
         assert (parameter in states) == (wanted in reference)
-        found = states.get(parameter, {})
-        assert list(found) == list(reference.get(wanted, {}))
-        for name, value in reference.get(wanted, {}).items():
-            assert type(whole_value := _whole(found[name])) is type(value)
-            if isinstance(value, Tensor):
-                assert whole_value.dtype == value.dtype
-                assert torch.equal(whole_value, value), name
-            else:
-                assert whole_value == value
-        if found:
-            assert found["mean"].placements == parameter.placements
-            assert isinstance(found["row"], DTensor)
-            assert not isinstance(found["step"], DTensor)
-    counts = torch.zeros(len(tensors), dtype=torch.int, device=DEVICE)
-    for number, tensor in enumerate(tensors):
-        counts[number] = not owners.is_elsewhere(tensor)
+        assert_same_states(states.get(parameter, {}), reference.get(wanted, {}), parameter)
+    counts = torch.tensor([not owners.is_elsewhere(t) for t in tensors], device=DEVICE).int()
     torch.distributed.all_reduce(counts)
     copies = [2, 3, 1, 1]  # ranks along an axis that shards nothing compute alike
     assert counts.tolist() == [copies[i // len(SHAPES)] for i in range(len(tensors))]
-
-
-def _whole(value: Any) -> Any:
-    return whole(value) if isinstance(value, Tensor) else value
 
 
 class Watched(torch.optim.Muon):

@@ -192,21 +192,17 @@ class PipelinedSteps:
             return weighted if factor is None else weighted * factor
 
         trainer = self.module.trainer
-        trained = self._trained.count(trainer.current_epoch, trainer.optimizers)
-        signatures = [(signature(part, "training"), trained) for part in parts]
+        signatures = self._trained.signatures(parts, trainer.current_epoch, trainer.optimizers)
         self._begin_step(trains=True)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
-            with prepared:
+            with prepared, self._buffers.step() if self._buffers.is_active else nullcontext():
                 schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
-                with self._buffers.step() if self._buffers.is_active else nullcontext():
-                    run = self.executor.run(
-                        schedule, step, signatures, scaled_loss, around, self._replay
-                    )
-        if not parameters:  # no backward reshards what FSDP has gathered
-            self._sharding.release()
+                run = self.executor.run(
+                    schedule, step, signatures, scaled_loss, around, self._replay
+                )
         self.last_run, self.last_weight = run, weights.of_loss
         if self._sequence is not None:
             self._sequence.check()
@@ -411,6 +407,8 @@ class PipelinedSteps:
             yield computed
         finally:
             computed += take_gradients(parameters)
+            if not parameters:  # no backward has resharded what FSDP gathered
+                self._sharding.release()
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad
 

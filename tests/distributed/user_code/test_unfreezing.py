@@ -1,0 +1,102 @@
+"""Parameters that a callback or a hook freezes and unfreezes while the run goes on."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch.utils.data import DataLoader
+
+from tests.distributed.user_code.test_optimizers import optimized, TwoKinds
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the blocks from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=0.1)
+
+
+@CASES.add(
+    equal="tp2 pp2 zero3",
+    large="tp2pp2",
+    trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
+)
+def blocks_that_are_unfrozen_later() -> Any:
+    return optimized(lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.3))
+
+
+@CASES.add(
+    equal="tp2 zero3",
+    large="tp2pp2",
+    trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
+)
+def matrices_that_are_unfrozen_later() -> Any:
+    return optimized(lambda m: TwoKinds([p for p in m.parameters() if p.requires_grad], lr=0.05))
+
+
+class Backbone(BaseFinetuning):
+    """Trains the head alone in the first epoch; no output of a first stage needs a gradient."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.net.emb, pl_module.net.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            modules = [pl_module.net.emb, pl_module.net.blocks]
+            self.unfreeze_and_add_param_group(modules, optimizer, lr=0.1)
+
+
+class Refrozen(PlainModule):
+    """Trains the embedding and the blocks in every second epoch, in one optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.3)
+
+    def on_train_epoch_start(self) -> None:
+        for part in (self.net.emb, self.net.blocks):
+            part.requires_grad_(self.current_epoch % 2 == 1)
+
+
+@CASES.add(
+    equal="tp2 pp2 zero3",
+    large="tp2pp2 pp2_interleaved zero1 zero2 zero1pp2",
+    trainer=lambda: {
+        "callbacks": [Backbone()],
+        "limit_train_batches": 2,
+        "limit_val_batches": 1,
+    },
+)
+def a_backbone_that_is_unfrozen_later() -> Any:
+    class Module(PlainModule):
+        """Validates right before, so that shards may still be gathered."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(token_pairs(), batch_size=4)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.3)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2 zero3 tp2pp2", trainer={"limit_train_batches": 1})
+def a_backbone_that_is_frozen_and_unfrozen() -> Any:
+    return Refrozen(), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
