@@ -3,13 +3,14 @@
     git worktree add ../before COMMIT && python benchmarks/against_checkout.py ../before
 
 Both train the reference GPT at the same time, each in processes of its own, and take turns, block
-of steps by block of steps: whatever else the machine does meets both. The names that are used here
-have to exist in both checkouts.
+of steps by block of steps: whatever else the machine does meets both. ``--muon`` trains all
+matrices, with Muon. The names that are used here have to exist in both checkouts.
 """
 
 import argparse
 import dataclasses
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 WARMUP = 3  # blocks
 
 
-def train(layout: str, steps: int, blocks: int) -> None:
+def train(layout: str, steps: int, blocks: int, *, muon: bool) -> None:
     """Train in one checkout; rank 0 waits for a line before each block, and then says its time."""
     warnings.filterwarnings("ignore")
     import lightning.pytorch as pl
@@ -50,9 +51,13 @@ def train(layout: str, steps: int, blocks: int) -> None:
         ) -> None:
             if trainer.global_rank == 0 and index % steps == 0:
                 if index:
-                    print("took", time.perf_counter() - self.began, flush=True)
+                    print("took", time.perf_counter() - self.began, _peak(), flush=True)
                 sys.stdin.readline()
                 self.began = time.perf_counter()
+
+    class Matrices(GPTModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2], lr=1e-3)
 
     torch.manual_seed(0)
     replicas = 2 if layout.startswith("dp") else 1
@@ -75,15 +80,24 @@ def train(layout: str, steps: int, blocks: int) -> None:
         callbacks=[Turns()],
     )
     sizes = {"vocab_size": 2048, "model_dim": 256, "num_heads": 8, "num_kv_heads": 4}
-    trainer.fit(GPTModule(overrides=sizes), DataLoader(data, 4))  # type: ignore[arg-type]
+    module = (Matrices if muon else GPTModule)(overrides=sizes)
+    trainer.fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 class Contender:
     """A checkout that trains when it is told to."""
 
-    def __init__(self, checkout: Path, layout: str, steps: int, blocks: int) -> None:
+    peak = 0.0
+    """MiB that rank 0 has had resident at most."""
+
+    def __init__(self, checkout: Path, blocks: int, given: argparse.Namespace, layout: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--layout", layout, "--steps", str(steps)]
+        command = [sys.executable, __file__, "--layout", layout, "--steps", str(given.steps)]
+        command += ["--muon"] if given.muon else []
         self._process = subprocess.Popen(
             [*command, "--blocks", str(blocks)],
             cwd=checkout,
@@ -102,7 +116,8 @@ class Contender:
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("took "):
-                return float(line.split()[1])
+                took, self.peak = map(float, line.split()[1:])
+                return took
         raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
 
     def close(self) -> None:
@@ -110,10 +125,10 @@ class Contender:
         self._process.communicate("\n")
 
 
-def compare(layout: str, other: Path, steps: int, pairs: int) -> None:
+def compare(layout: str, given: argparse.Namespace) -> None:
     """Print the ratio of the step times, this checkout over the other."""
-    blocks = WARMUP + pairs
-    ours, theirs = (Contender(path, layout, steps, blocks) for path in (ROOT, other))
+    blocks, other = WARMUP + given.pairs, given.other.resolve()
+    ours, theirs = (Contender(path, blocks, given, layout) for path in (ROOT, other))
     times: list[tuple[float, float]] = []
     for block in range(blocks):
         if block % 2:  # who comes second may find the caches of the first
@@ -125,10 +140,10 @@ def compare(layout: str, other: Path, steps: int, pairs: int) -> None:
         contender.close()
     ratios = sorted(mine / before for mine, before in times[WARMUP:])
     low, _, high = statistics.quantiles(ratios, n=4)
-    milliseconds = statistics.median(mine for mine, _ in times[WARMUP:]) / steps * 1e3
+    milliseconds = statistics.median(mine for mine, _ in times[WARMUP:]) / given.steps * 1e3
     print(
         f"{layout:16} {statistics.median(ratios):.3f} ({low:.3f}..{high:.3f}), "
-        f"{milliseconds:.1f} ms a step here",
+        f"{milliseconds:.1f} ms a step here, at most {ours.peak:.0f} MiB against {theirs.peak:.0f}",
         flush=True,
     )
 
@@ -140,16 +155,17 @@ def main() -> None:
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=8, help="of a block")
     parser.add_argument("--pairs", type=int, default=15, help="of blocks")
+    parser.add_argument("--muon", action="store_true", help="train the matrices with Muon")
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.blocks is not None:
-        train(arguments.layout[0], arguments.steps, arguments.blocks)
+        train(arguments.layout[0], arguments.steps, arguments.blocks, muon=arguments.muon)
         return
     if arguments.other is None:
         print("nothing to compare with: name the folder of another checkout")  # for `make bench`
         return
     for layout in arguments.layout or LAYOUTS:
-        compare(layout, arguments.other.resolve(), arguments.steps, arguments.pairs)
+        compare(layout, arguments)
 
 
 if __name__ == "__main__":
