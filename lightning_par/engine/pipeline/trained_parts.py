@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_par.engine.batch import signature
-
 __all__ = ["TrainedParts"]
 
 
@@ -33,13 +31,10 @@ class TrainedParts:
         self._asked: Any = None
         self._trains: list[bool] | None = None
 
-    def signatures(
-        self, parts: Iterable[Any], epoch: int, optimizers: Iterable[Optimizer]
-    ) -> list[Any]:
-        """Return what the messages of each micro-batch depend on, the same on all stages.
+    def count(self, epoch: int, optimizers: Iterable[Optimizer]) -> int:
+        """Return the count, the same on all stages.
 
         Args:
-            parts: The micro-batches of a training step.
             epoch: Number of the epoch.
             optimizers: Those of this rank; all ranks have as many, with as many groups.
 
@@ -53,4 +48,4 @@ class TrainedParts:
             vote = torch.tensor(trains != self._trains, device=self._device, dtype=torch.int)
             dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
             self._count, self._trains = self._count + int(vote), trains
-        return [(signature(part, "training"), self._count) for part in parts]
+        return self._count

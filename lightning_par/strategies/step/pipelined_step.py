@@ -191,8 +191,7 @@ class PipelinedSteps:
             weighted = weigh(loss, scale.to(loss.dtype))
             return weighted if factor is None else weighted * factor
 
-        trainer = self.module.trainer
-        signatures = self._trained.signatures(parts, trainer.current_epoch, trainer.optimizers)
+        signatures = [(signature(part, "training"), self._count_trained()) for part in parts]
         self._begin_step(trains=True)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
@@ -412,6 +411,10 @@ class PipelinedSteps:
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad
 
+    def _count_trained(self) -> int:
+        trainer = self.module.trainer
+        return self._trained.count(trainer.current_epoch, trainer.optimizers)
+
     @contextmanager
     def _around(self, is_zero_weight: bool) -> Iterator[bool]:
         """Surrounds the backward of a loss; gives whether the loss counts."""
@@ -485,8 +488,7 @@ class PipelinedSteps:
         anchor = torch.zeros((), requires_grad=True, device=self.module.device)
         undo = 1 if factor is None else 1 / factor  # the plugin scales once more
         install = lambda g: put_gradients(parameters, computed, g * undo)  # noqa: E731
-        loss: Tensor = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
-        return loss
+        return ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call, no-any-return]
 
     def from_last_stage(self, value: Any) -> Any:
         """Return, on every stage, the value of the last one."""
