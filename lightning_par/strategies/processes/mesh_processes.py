@@ -491,12 +491,18 @@ class MeshProcesses:
                 os.environ.pop(variable, None)
 
     def begin_loop(self) -> None:
-        """Answer signals between two batches from now on; see `DeferredSignals`."""
+        """Defer signals, and follow the progress of training."""
+        trainer = self._defer_signals()
+        is_training = trainer is not None and trainer.state.stage == RunningStage.TRAINING
+        if self.rank == 0 and is_training:
+            self._progress.begin(trainer, follows=self.world_size > 1)
+
+    def _defer_signals(self) -> Any:
+        """Answer signals between two batches from now on; return the Trainer, if there is one."""
         trainer = trainer_of(self.interruption.module)
         if trainer is not None:
             self._signals.begin(trainer)
-            if self.rank == 0 and trainer.state.stage == RunningStage.TRAINING:
-                self._progress.begin(trainer, follows=self.world_size > 1)
+        return trainer
 
     def end_loop(self) -> None:
         """Answer those that came during the last batch, unless this loop runs inside training."""
@@ -533,11 +539,14 @@ class MeshProcesses:
         if self.world_size > 1 and dist.group.WORLD is not None:
             meet(dist.group.WORLD, self._options.timeout)
 
-    def barrier(self) -> None:
-        """Wait for every rank, unless an exception keeps some away."""
+    def barrier(self, name: str | None) -> None:
+        """Wait for every rank, unless an exception keeps some away; `name` is the Trainer's."""
         self.agree("strategy.barrier")
         if dist.is_initialized() and self.interruption.ranks_are_together():
             dist.barrier()
+        # The Trainer has just registered its handlers, and calls no hook before this one.
+        if name == "run-stage":
+            self._defer_signals()
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the object that the rank `source` gives; this rank's own while ranks are apart."""

@@ -262,3 +262,41 @@ def test_terminated_validation_ends_on_every_rank_after_one_batch(tmp_path: Path
     )
     assert all(r["ended"] and r["handler"] for r in results)
     assert AT < results[0]["batches"] == results[1]["batches"] < STEPS
+
+
+class Early(Callback):
+    """Ends one rank before its first batch.
+
+    Args:
+        hook: Where.
+    """
+
+    def __init__(self, hook: str) -> None:
+        if int(os.environ["LOCAL_RANK"]) == 1:
+            setattr(self, hook, self.terminate)
+
+    def terminate(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_early(rank: int, world: int, hook: str) -> bool:
+    strategy = lightning_par.Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=1)
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[Early(hook)],
+        num_sanity_val_steps=1,
+    )
+    data = batches(1)
+    try:
+        trainer.fit(ToyModule(), data, data)
+    except SystemExit:
+        return trainer.global_step < STEPS
+    return False
+
+
+@pytest.mark.parametrize("hook", ["on_sanity_check_start", "on_validation_start", "on_train_start"])
+def test_terminated_before_its_first_batch_ends_on_every_rank(hook: str) -> None:
+    """Lightning's handler broadcasts, and must not while the other ranks are elsewhere."""
+    assert run_ranks(terminate_early, 2, hook, fresh=True) == [True, True]
