@@ -94,8 +94,7 @@ def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[Non
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if isinstance(value, int | float | Tensor):
-            # A value that kept its graph would keep the activations of the batch.
-            number = value.detach() if isinstance(value, Tensor) else value
+            number = _as_logged(value)
             calls.append(LogCall(name=name, value=number, metric=None, options=options))
         original(name, value, *args, **options)
 
@@ -145,11 +144,17 @@ def record_logs(
             # Lightning's defaults: on_step is True in training_step, False in evaluation steps.
             is_of_step = on_step if options.get("on_step") is None else options["on_step"]
             value = (value_of if is_of_step else last_batch_value)(value)
-        value = value.detach() if isinstance(value, Tensor) else value
+        value = _as_logged(value)
         calls.append(LogCall(name=name, value=value, metric=metric, options=options))
 
     with _shadow_log(module, log):
         yield
+
+
+def _as_logged(value: Any) -> Any:
+    # Without its graph, which would keep the activations of the batch; copied, as the step may
+    # change it in place, and FSDP frees the memory of a weight.
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def numbers_of(calls: Sequence[LogCall]) -> list[LogCall]:

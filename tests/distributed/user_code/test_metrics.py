@@ -113,6 +113,21 @@ class _Steps(Callback):
         self.logged.append({name: float(found[name]) for name in names if name in found})
 
 
+class Changing(PlainModule):
+    """Logs a weight, and a tensor that the step then changes in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log_dict({"loss": loss, "bias": self.net.head.bias[0]}, sync_dist=True)
+        loss += 0.1 * loss.detach()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, sync_dist=True)
+        loss += 1
+
+
 def _ragged() -> list[tuple[Tensor, Tensor]]:
     """Samples with unequal numbers of labels."""
     return [
@@ -131,7 +146,7 @@ def _train(rank: int, world: int, layout: str | None, made: Any) -> Any:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        replicas = 2 if layout == "zero1" else 1
+        replicas = 2 if layout in ("zero1", "zero3") else 1
         loaders = [
             DataLoader(part, 8 // replicas, sampler=_share(part, replicas, rank))
             for part in (samples, samples[:16])
@@ -169,6 +184,18 @@ def test_a_batch_size_weighs_nothing_inside_of_a_batch(layout: str) -> None:
     ((_, found, *_),) = run_ranks(_train, 1, None, _sized)
     for _, got, *_ in run_ranks(_train, 2, layout, _sized, timeout=180):
         assert got == pytest.approx(found, rel=1e-6)
+
+
+def _changing() -> Any:
+    return Changing().double(), token_pairs()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1", "zero3", "tp2"])
+def test_what_is_logged_is_the_value_at_the_call(layout: str) -> None:
+    ((steps, found, *_),) = run_ranks(_train, 1, None, _changing)
+    for got_steps, got, *_ in run_ranks(_train, 2, layout, _changing, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+        assert got_steps == [pytest.approx(step, rel=1e-6) for step in steps]
 
 
 def _evaluate(rank: int, world: int, layout: str | None) -> Any:
