@@ -149,6 +149,10 @@ PROOFS: dict[str, str] = {
         attribute_values::test_what_is_kept_outside_of_the_module_is_that_of_the_batch_on_every_rank
         attribute_values::test_a_minimum_of_losses_is_named
         attribute_values::test_values_that_no_look_has_seen_are_named_once""",
+    "bounds a number made of all samples, or takes its absolute value or a maximum: "
+    "`clamp(loss.mean(), min=...)`, flooding": """
+        cures_of_steps::a_bound_of_the_mean_or_of_each_sample
+        unit/strategies/step/test_loss_form.py::test_sides_of_numbers""",
     "a loss whose formula changes after some steps: a term that begins later, `topk` after a "
     "warm-up": """
         losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on

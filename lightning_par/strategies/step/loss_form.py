@@ -8,6 +8,11 @@ while the form stays. So does a part of a batch that weighs nothing, as nothing 
 loss is a number other than 0: the step divides by a bound there, and one process would not leave
 the part out.
 
+A loss may bend a number that is made of all samples: a lower bound of a mean, the distance to a
+value, a maximum over samples. Its parts add up only while all of them are on one side of the bend.
+So each part tells on which side it is, all ranks agree on one, and a step whose parts are on
+several is refused.
+
 The graph also holds the numbers of which a loss is a mean: the labels that a cross-entropy counts,
 a divisor. Each step confirms by them the rule that weighs batches, which was seen on the first ones
 only; the device compares, and poisons the norm as well, so that the host does not wait.
@@ -27,12 +32,24 @@ from torch import Tensor
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, LossRule
 
-__all__ = ["Confirmed", "FormWatch", "form_of"]
+__all__ = ["Confirmed", "FormWatch", "form_of", "sides_of"]
 
 _NODES = 32
 """Operations of the graph that are read, from the loss on."""
 _CLOSE = 1e-5
 """Relative difference between two counts in float32 that is rounding."""
+_BENDS = {
+    "AbsBackward": ("self", ""),
+    "ReluBackward": ("result", ""),
+    "ClampMinBackward": ("self", "min"),
+    "ClampMaxBackward": ("self", "max"),
+    "MaximumBackward": ("self", "other"),
+    "MinimumBackward": ("self", "other"),
+}
+"""Operation -> names of what it keeps of its call: the number that is bent or made, and the place
+of the bend; without a name it is at 0."""
+_EXTREMES = ("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward")
+"""Operations that choose a sample. Its loss adds up while it is 0 for all samples."""
 _FORMS = 16
 """Forms after which nobody looks any more: they follow the data, and each held so far."""
 
@@ -70,6 +87,42 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
             yield _saved(node, "self_sym_numel") % samples == 0
         elif name.startswith("NllLoss"):
             yield _saved(node, "reduction"), _saved(node, "ignore_index")
+        queue.extend(parent for parent, _ in node.next_functions)
+
+
+def sides_of(loss: Tensor) -> tuple[Hashable, ...]:
+    """Return on which side of each bend a loss is, see Note [Form of a loss]; empty: it has none.
+
+    Args:
+        loss: With a graph. The host waits for the device, if there is a bend.
+    """
+    return tuple(_sides(loss))
+
+
+def _sides(loss: Tensor) -> Iterator[Hashable]:
+    queue = deque([loss.grad_fn])
+    for _ in range(_NODES):
+        node: Any = queue.popleft() if queue else None
+        if node is None:
+            continue
+        name = node.name().rstrip("0123456789")
+        if name in _BENDS:
+            value, other = (_saved(node, key) for key in _BENDS[name])
+            # A tensor with a dim of samples, even of one, bends each of them by itself.
+            if isinstance(value, Tensor) and not value.ndim:
+                yield name, bool(value > other)
+        elif name in _EXTREMES:
+            value = _saved(node, "result")
+            if isinstance(value, Tensor) and not value.ndim:
+                yield name, bool(value != 0)
+        elif name == "ClampBackward":
+            value, low, high = (_saved(node, key) for key in ("self", "min", "max"))
+            if isinstance(value, Tensor) and not value.ndim:
+                yield (
+                    name,
+                    low is not None and bool(value < low),
+                    high is not None and bool(value > high),
+                )
         queue.extend(parent for parent, _ in node.next_functions)
 
 
@@ -157,6 +210,8 @@ class FormWatch:
         self._device, self._has_values, self._known = device, has_values, set[Hashable]()
         self._is_other: Tensor | None = None
         self._differs: Tensor | None = None
+        self._side: Hashable = None
+        self._sides = set[Hashable]()  # of the parts of the present batch
 
     @property
     def is_asked(self) -> bool:
@@ -185,6 +240,8 @@ class FormWatch:
             self._confirm(confirms, loss, weights.counts[index])
         if not index:
             self._see_form(loss, samples)
+        if self.watches and (not index or self._sides):
+            self._see_side(loss)
 
     def _confirm(self, confirmed: Confirmed, loss: Tensor, said: Tensor) -> None:
         means = list(_means_over(loss, of_labels=confirmed.of_labels))
@@ -228,6 +285,7 @@ class FormWatch:
     def _forget(self) -> None:
         self.is_new = self.loses = False
         self._is_other = self._differs = None
+        self._sides = set()
 
     def _see_form(self, loss: Tensor, samples: int) -> None:
         # Forms that follow the data never settle; each new one costs a look at the step.
@@ -239,6 +297,31 @@ class FormWatch:
         # The first form is the one that the first look has seen.
         self.is_new |= bool(self._known)
         self._known.add(form)
+
+    def _see_side(self, loss: Tensor) -> None:
+        if side := sides_of(loss):
+            self._sides.add(side)
+            self.is_new |= side != self._side
+
+    def _agree_on_side(self) -> None:
+        """Refuse a step whose parts are on several sides of a bend of the loss.
+
+        **Communicates**: what the ranks have seen, over all ranks.
+        """
+        found: list[set[Hashable]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(found, self._sides)
+        sides = set().union(*found)
+        if len(sides) > 1:
+            raise ConfigurationError(
+                "LP309",
+                "training_step: the loss applies a bound, an absolute value or a maximum to a "
+                "number that is made of all samples of a batch, such as clamp(loss.mean()). In "
+                "this batch, micro-batches or replicas are on different sides of the bound, so "
+                "that their losses do not add up to the loss of the batch. Apply the bound to the "
+                "loss of each sample, before the mean; or use num_microbatches=1 and "
+                "data_parallel_size=1. No weight was changed in this step.",
+            )
+        self._side = next(iter(sides))
 
     def _warn(self) -> None:
         warnings.warn(
@@ -258,14 +341,16 @@ class FormWatch:
             ConfigurationError: On every rank, if the loss of any is a mean over another number than
                 its batch weighs, or one that weighs nothing is not left out by one process.
 
-        **Communicates**: one all-reduce of four numbers over all ranks; then what `again` does.
+        **Communicates**: one all-reduce of five numbers over all ranks; then what `again` does.
         """
         # Every rank votes, as only those that met the new form know of it.
         flags = [flag is not None and bool(flag) for flag in (self._is_other, self._differs)]
-        votes = [self.is_new, self.loses, *flags]
+        votes = [self.is_new, self.loses, *flags, bool(self._sides)]
         found = torch.tensor(votes, device=self._device, dtype=torch.float32)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        is_new, loses, is_other, differs = map(bool, found.tolist())
+        is_new, loses, is_other, differs, has_sides = map(bool, found.tolist())
+        if is_new and has_sides:
+            self._agree_on_side()
         self._forget()
         if loses:
             raise ConfigurationError(

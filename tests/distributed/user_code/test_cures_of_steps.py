@@ -231,6 +231,24 @@ def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP309", r"on different sides of the bound.*Apply the bound to the loss of each sample")
+def a_bound_of_the_mean_or_of_each_sample(cured: bool) -> nn.Module:
+    """Losses of samples are on both sides from the second step on."""
+
+    class Module(PlainModule):
+        low = 4.0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.low = 4.35 if batch_idx else 4.0
+
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch[0])
+            each = F.cross_entropy(logits.mT, batch[1], reduction="none").mean(1)
+            return each.clamp(min=self.low).mean() if cured else each.mean().clamp(min=self.low)
+
+    return Module()
+
+
 @CURES.add("LP913", r"backward reads gradients \(grad\), .*Read or change gradients in on_after")
 def gradients_in_a_backward_of_its_own(cured: bool) -> nn.Module:
     class Module(PlainModule):

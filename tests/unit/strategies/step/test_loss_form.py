@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.strategies.step.loss_form import form_of
+from lightning_par.strategies.step.loss_form import form_of, sides_of
 
 
 def losses(seed: int, samples: int = 4) -> Tensor:
@@ -41,3 +41,33 @@ def test_a_factor_of_zero_is_another_form_than_any_other_factor() -> None:
         for factor in (0.0, 0.5, 1.0)
     }
     assert made[0.0] != made[0.5] == made[1.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        (lambda t: (t.mean() - 1).abs() + 1, [("AbsBackward", False)], [("AbsBackward", True)]),
+        (
+            lambda t: t.mean() + F.relu(t.sum() - 1),
+            [("ReluBackward", False)],
+            [("ReluBackward", True)],
+        ),
+        (
+            lambda t: t.mean().clamp(0.9, 1.1),
+            [("ClampBackward", True, False)],
+            [("ClampBackward", False, True)],
+        ),
+        (
+            lambda t: torch.maximum(t.mean(), torch.tensor(1.0)),
+            [("MaximumBackward", False)],
+            [("MaximumBackward", True)],
+        ),
+        (lambda t: F.relu(t - 1).max(), [("MaxBackward", False)], [("MaxBackward", True)]),
+        (lambda t: t.clamp(min=1).relu().mean(), [], []),
+        (lambda t: t.square().mean(), [], []),
+    ],
+)
+def test_sides_of_numbers(loss, low, high) -> None:
+    for value, wanted in ((0.1, low), (3.0, high)):
+        samples = torch.full((4,), value, requires_grad=True)
+        assert list(sides_of(loss(samples))) == wanted
