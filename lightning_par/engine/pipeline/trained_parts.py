@@ -1,12 +1,8 @@
 """Which parameters of a pipeline train, as all of its stages know it."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 __all__ = ["TrainedParts"]
 
@@ -16,8 +12,8 @@ class TrainedParts:
 
     Whether an output of a stage needs a gradient depends on all parameters before it, and stages
     agree on their messages once for each signature. So the signature holds this count. Stages ask
-    each other where callbacks freeze and unfreeze: at the start of an epoch, or together with a
-    change of the groups of an optimizer. A change at another time is refused (LP405).
+    each other at the start of an epoch, where callbacks freeze and unfreeze. A change within an
+    epoch is refused (LP405): a stage cannot see that another one has changed.
 
     Args:
         module: Holds the stages of this rank.
@@ -27,23 +23,17 @@ class TrainedParts:
 
     def __init__(self, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
         self._module, self._device, self._group = module, device, group
-        self._count = 0
-        self._asked: Any = None
+        self._count, self._epoch = 0, -1
         self._trains: list[bool] | None = None
 
-    def count(self, epoch: int, optimizers: Iterable[Optimizer]) -> int:
+    def count(self, epoch: int) -> int:
         """Return the count, the same on all stages.
 
-        Args:
-            epoch: Number of the epoch.
-            optimizers: Those of this rank; all ranks have as many, with as many groups.
-
-        **Communicates**: in the first step of an epoch, and in the first one with other groups, one
-        all-reduce of a number over the ``pp`` axis.
+        **Communicates**: in the first step of an epoch one all-reduce of a number over the ``pp``
+        axis.
         """
-        when = epoch, [len(optimizer.param_groups) for optimizer in optimizers]
-        if when != self._asked:
-            self._asked = when
+        if epoch != self._epoch:
+            self._epoch = epoch
             trains = [p.requires_grad for p in self._module.parameters()]
             vote = torch.tensor(trains != self._trains, device=self._device, dtype=torch.int)
             dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.optimizer_groups import merge_names, number_names, torch_state
+from lightning_par.dtensor import replicated
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.components.state_map import state_like
@@ -100,7 +103,15 @@ def give_parts(model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
     named = dict(model.module.named_parameters(remove_duplicate=False))
     now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
     before = {i: name for i, (name, _) in model.states.given.items()}
-    replace_parameters(optimizers, before, now, state_like)
+    replace_parameters(optimizers, before, now, _part_of_state)
+
+
+def _part_of_state(parameter: nn.Parameter, value: Any) -> Any:
+    part, data = state_like(parameter, value), parameter.data
+    # Means over rows or columns: the same on every rank, which a checkpoint has to know.
+    if isinstance(data, DTensor) and type(part) is Tensor and part.numel() > 1:
+        return replicated(part, data)
+    return part
 
 
 @contextmanager

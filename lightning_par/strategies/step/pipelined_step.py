@@ -191,7 +191,8 @@ class PipelinedSteps:
             weighted = weigh(loss, scale.to(loss.dtype))
             return weighted if factor is None else weighted * factor
 
-        signatures = [(signature(part, "training"), self._count_trained()) for part in parts]
+        trained = self._trained.count(self.module.trainer.current_epoch)
+        signatures = [(signature(part, "training"), trained) for part in parts]
         self._begin_step(trains=True)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
@@ -410,10 +411,6 @@ class PipelinedSteps:
                 self._sharding.release()
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad
-
-    def _count_trained(self) -> int:
-        trainer = self.module.trainer
-        return self._trained.count(trainer.current_epoch, trainer.optimizers)
 
     @contextmanager
     def _around(self, is_zero_weight: bool) -> Iterator[bool]:
