@@ -86,9 +86,9 @@ class _Kind:
         value = next(values)
         if self.device is None:
             return self.value(value.item())
+        value = value.to(self.device)
         if self.is_sharded:
             return sharded_like(value, parameter)
-        value = value.to(self.device)
         # A DTensor, so that a checkpoint knows that it is the same on every rank; a step is none.
         return replicated(value, parameter) if self.shape else value
 
@@ -131,16 +131,30 @@ class Owners:
     """
 
     def __init__(self, parameters: Iterable[tuple[int, nn.Parameter, Tensor]]) -> None:
-        kinds: defaultdict[Any, list[tuple[nn.Parameter, DTensor]]] = defaultdict(list)
-        for group, tensor, parameter in parameters:
-            if isinstance(parameter, DTensor) and (axes := sharding_axes(parameter)):
-                kinds[parameter.device_mesh, axes, group].append((tensor, parameter))
+        self._members = [
+            (group, tensor, parameter)
+            for group, tensor, parameter in parameters
+            if isinstance(parameter, DTensor) and sharding_axes(parameter)
+        ]
+        self._is_gathered = False
+        self._trained: list[bool] | None = None
+        self._deal([parameter.requires_grad for *_, parameter in self._members])
+
+    def _deal(self, trained: list[bool]) -> None:
+        """Choose owners anew if other parameters have gradients than before."""
+        if trained == self._trained:
+            return
+        self._trained = trained
+        kinds: defaultdict[Any, list[tuple[bool, nn.Parameter, DTensor]]] = defaultdict(list)
+        for trains, (group, tensor, parameter) in zip(trained, self._members, strict=True):
+            axes = sharding_axes(parameter)
+            kinds[parameter.device_mesh, axes, group].append((trains, tensor, parameter))
         routes: dict[Any, _Route] = {}
         for (mesh, axes, _), members in kinds.items():
             route = routes.get((mesh, axes)) or _Route(mesh, axes)
-            # Every rank gets one of each group: counts that an optimizer keeps in a group may be
-            # written only where the group has a parameter.
-            if len(members) >= len(route.places):
+            # Every rank gets one of each group that has a gradient: counts that an optimizer keeps
+            # in a group may be written only where the group has one.
+            if sum(trains for trains, *_ in members) >= len(route.places):
                 route.deal(members)
                 routes[mesh, axes] = route
         self._routes = list(routes.values())
@@ -149,6 +163,11 @@ class Owners:
             for route in self._routes
             for matrix in route.matrices
         }
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any parameter has an owner."""
+        return bool(self._is_mine)
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether one rank owns the parameter for which a tensor stands."""
@@ -164,6 +183,10 @@ class Owners:
         Args:
             states: Those of the optimizer; changed in place.
         """
+        # Within a step owners stay, as they hold the states.
+        if not self._is_gathered:
+            self._deal([parameter.grad is not None for *_, parameter in self._members])
+        self._is_gathered = True
         for route in self._routes:
             route.gather(states)
 
@@ -174,6 +197,7 @@ class Owners:
             states: Those of the optimizer; changed in place.
             keep: The step goes on: leave the states with the owners.
         """
+        self._is_gathered = keep
         for route in self._routes:
             route.scatter(states, keep=keep)
 
@@ -196,15 +220,16 @@ class _Route:
         self._groups = [mesh.get_group(axis) for axis in axes]
         self._work = dict.fromkeys(self.places, 0)
 
-    def deal(self, members: Sequence[tuple[nn.Parameter, DTensor]]) -> None:
+    def deal(self, members: Sequence[tuple[bool, nn.Parameter, DTensor]]) -> None:
         """Choose the owners of parameters: the next largest goes to the rank with the least work.
 
         Args:
-            members: What stands for the whole of a parameter, and the parameter; as many as ranks
-                or more.
+            members: Whether a parameter has a gradient, as at least as many have as there are
+                ranks; what stands for the whole of it; and the parameter.
         """
         idle = set(self.places)
-        for tensor, parameter in sorted(members, key=lambda member: -_work(member[1])):
+        ranked = sorted(members, key=lambda member: (not member[0], -_work(member[2])))
+        for _, tensor, parameter in ranked:
             owner = min(idle or self.places, key=lambda place: (self._work[place], place))
             idle.discard(owner)
             self._work[owner] += _work(parameter)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 
 from lightning_par.dtensor import box_at, whole
-from lightning_par.engine.rng import fork_torch_rng
+from lightning_par.engine.rng import collect_random_states, fork_all_rng, states_alike
 from lightning_par.errors import ConfigurationError, either
 from lightning_par.strategies.setup.replaced_parameters import fits
 
@@ -175,16 +175,15 @@ def steps_alone(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether ranks may step on some of the parameters each; see Note [Probe].
 
     They may if no update looks across parameters or draws random numbers, whose order would be
-    another one, and if values are read only once a closure has run.
+    another one; if nothing is read before the closure has run; and if states are tensors and
+    numbers.
 
     Args:
         optimizer: Stays as it is.
         device: Where small tensors are made.
     """
-    reach = declared_reach(optimizer) or (
-        "model" if looks_across_model(optimizer, device) else None
-    )
-    if reach == "model":
+    reach = declared_reach(optimizer)
+    if reach == "model" or (reach is None and looks_across_model(optimizer, device)):
         return False
     kinds = [_Kind(kind.group, kind.shape) for kind in _kinds(optimizer)]
     numbers = range(len(kinds))
@@ -229,8 +228,8 @@ def _try(
         kinds: The tensors of the problem, with their values.
         device: Where they are made.
         numbers: Those that the copy is given.
-        is_late: Whether tensors have their values only once the closure has run, and random numbers
-            count as an error.
+        is_late: Whether the groups are empty until the closure has run, as with `WholeStep`, and
+            what `steps_alone` does not allow counts as an error.
 
     Returns:
         None if that raises.
@@ -241,36 +240,75 @@ def _try(
     tensors = [nn.Parameter(_place(values[n][0], kinds[n])) for n in numbers]
     slopes = [_place(values[n][1], kinds[n]) for n in numbers]
 
-    held = [tensor.data for tensor in tensors]
+    late = _Late(is_late=is_late)
 
     def closure() -> Tensor:
+        late.show()
         with torch.no_grad():
-            for tensor, value, slope in zip(tensors, held, slopes, strict=True):
-                tensor.data = value
+            for tensor, slope in zip(tensors, slopes, strict=True):
                 # Entry by entry, so that it is the same for a shard; it changes sign rarely.
                 tensor.grad = slope + tensor * 0.01
         return torch.ones((), device=device, dtype=torch.float64)
 
     try:
-        with fork_torch_rng(device), torch.enable_grad():
+        with fork_all_rng(device), torch.enable_grad():
             clone = _clone(optimizer)
             for number, group in enumerate(clone.param_groups):
                 pairs = zip(numbers, tensors, strict=True)
                 group["params"][:] = [t for n, t in pairs if kinds[n].group == number]
             for _ in range(_STEPS):
-                if is_late:
-                    for tensor in tensors:
-                        tensor.grad, tensor.data = None, tensor.data.new_empty(0)
-                state = torch.get_rng_state()
+                late.hide(clone, device)
                 # Of the class: a scheduler or a hook may have replaced `step` on the object.
                 type(clone).step(clone, closure)  # type: ignore[arg-type]
-                if is_late and not torch.equal(torch.get_rng_state(), state):
-                    return None
-                held[:] = [tensor.data for tensor in tensors]
+                late.check(clone, device)
             after = [whole(tensor.detach()) for tensor in tensors]
     except Exception:  # whatever a stranger's optimizer raises means that it cannot be tried
         return None
     return list(zip(start, after, strict=True))
+
+
+class _Late:
+    """Hides parameters and states of an optimizer until its closure runs.
+
+    Args:
+        is_late: False: does nothing.
+    """
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._is_late = is_late
+        self._hidden: tuple[Optimizer, list[list[Tensor]], dict[Any, Any]] | None = None
+        self._random: Any = None
+
+    def hide(self, optimizer: Optimizer, device: torch.device) -> None:
+        """Empty the groups and the states; called before a step."""
+        if self._is_late:
+            lists = [list(group["params"]) for group in optimizer.param_groups]
+            self._hidden = optimizer, lists, dict(optimizer.state)
+            self._random = collect_random_states(device)
+            for group in optimizer.param_groups:
+                group["params"][:] = []
+            optimizer.state.clear()
+
+    def show(self) -> None:
+        """Put back what was hidden; called by the closure."""
+        if self._hidden is not None:
+            optimizer, lists, states = self._hidden
+            self._hidden = None
+            for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                group["params"][:] = parameters
+            # What was made before the closure is lost, as it is with `WholeStep`.
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+    def check(self, optimizer: Optimizer, device: torch.device) -> None:
+        """Raise what `_try` takes for no; called after a step."""
+        if not self._is_late:
+            return
+        values = [v for state in optimizer.state.values() for v in state.values()]
+        is_plain = all(isinstance(v, Tensor | bool | int | float | str | None) for v in values)
+        draws = not states_alike(self._random, collect_random_states(device))
+        if self._hidden is not None or draws or not is_plain:
+            raise RuntimeError("the closure was not called, or see `steps_alone`")
 
 
 def _problem(kinds: Sequence[_Kind], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.dtensor import local_part, replicated, shard_of, whole
+from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.optimizers.owners import Owners
 
@@ -90,7 +91,10 @@ class WholeStep:
         # torch calls these inside the wrapper of `step`, so also where Lightning's wrapper or a
         # scaler calls it.
         optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        after = optimizer.register_step_post_hook(self._after)
+        # Before hooks of the user, which are to see the parameters.
+        hooks: Any = after.hooks_dict_ref()
+        hooks.move_to_end(after.id, last=False)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     @property
@@ -98,6 +102,11 @@ class WholeStep:
         """Bytes of the whole parameters and gradients that a step holds on this rank."""
         held = (e for e in self._entries if not self._owners.is_elsewhere(e.tensor))
         return 2 * sum(torch.Size(e.shape).numel() * e.dtype.itemsize for e in held)
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether parameters are whole on one rank each."""
+        return self._owners.has_any
 
     def _list(self) -> None:
         """List the parameters of the groups, and choose their owners."""
@@ -175,8 +184,8 @@ class WholeStep:
         if closure is None or not self._by_owners:
             self._gather()
         else:
-            # Until the closure has run, tensors without values: it is known that none is read.
-            self._put_in_place()
+            # Nothing until the closure has run; `steps_alone` has found that nothing is read.
+            self._show([[] for _ in self._parameters])
         if closure is None:
             return None
         # The closure runs the user's step, which needs the parameters and not the whole tensors.
@@ -187,10 +196,19 @@ class WholeStep:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._is_gathered:
+        if self._depth:
+            return
+        if self._is_gathered:
             self._scatter(keep=False)
-        elif self._depth == 0:
-            self._put_back()  # the closure was not called, which Lightning refuses
+            return
+        self._show(self._parameters)
+        kind = type(optimizer).__name__
+        raise ConfigurationError(
+            "LP610",
+            f"{kind}.step did not call the closure that it was given, although it did so in a "
+            "trial. So no weight was updated in this step. Call the closure at the beginning of "
+            "every step.",
+        )
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Forget the states of absent parameters: those of other stages are loaded by them."""
@@ -201,12 +219,20 @@ class WholeStep:
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             # What the optimizer has changed so far is what the closure computes with.
-            if self._is_gathered:
-                self._scatter(keep=True)
+            is_first = not self._is_gathered
+            if is_first:
+                self._show(self._parameters)
             else:
-                self._put_back()
-            with torch.enable_grad():
-                loss = closure()
+                self._scatter(keep=True)
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException:
+                self._depth = 0  # torch calls no hook after it
+                raise
+            # A callback may have added a group. Later closures find states with owners.
+            if (is_first or not self._by_owners) and self._has_changed():
+                self._list()
             # LBFGS's line search compares losses: ranks that decided differently would call the
             # closure another number of times, and hang.
             if isinstance(loss, Tensor) and self._mesh.sizes.data > 1:
@@ -228,7 +254,6 @@ class WholeStep:
     def _gather(self) -> None:
         """Put whole tensors, with whole gradients and states, in the place of the parameters."""
         state = self._optimizer.state
-        self._put_in_place()
         self._owners.gather(state)
         for entry, parameter in self._own():
             if entry.tensor in self._owners:
@@ -245,17 +270,15 @@ class WholeStep:
         if self._across:
             self._exchange()
         self._is_gathered = True
+        shown = [e for e in self._entries if not self._owners.is_elsewhere(e.tensor)]
+        numbers = range(len(self._parameters))
+        self._show([[e.tensor for e in shown if e.group == number] for number in numbers])
 
-    def _put_in_place(self) -> None:
-        """Put the tensors that this rank steps on in the place of the parameters."""
-        for number, group in enumerate(self._optimizer.param_groups):
-            of_group = [e.tensor for e in self._entries if e.group == number]
+    def _show(self, lists: Sequence[Sequence[Any]]) -> None:
+        """Give each group of the optimizer a list of tensors."""
+        for group, tensors in zip(self._optimizer.param_groups, lists, strict=True):
             # In place: an optimizer may keep the list.
-            group["params"][:] = [t for t in of_group if not self._owners.is_elsewhere(t)]
-
-    def _put_back(self) -> None:
-        for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
-            group["params"][:] = parameters
+            group["params"][:] = tensors
 
     def _exchange(self) -> None:
         """Give every stage the parameters, gradients and, after a load, the states of others."""
@@ -315,7 +338,7 @@ class WholeStep:
             if not keep and entry.tensor in state:
                 held = state.pop(entry.tensor)
                 state[parameter] = {k: _part_of_state(v, parameter) for k, v in held.items()}
-        self._put_back()
+        self._show(self._parameters)
         if not keep:
             for entry in self._entries:
                 entry.tensor.grad = None

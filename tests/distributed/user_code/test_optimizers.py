@@ -350,6 +350,65 @@ def weights_read_before_the_closure() -> Any:
     return optimized(lambda m: Remembering(matrices(m)))
 
 
+class Counted(Whitened):
+    """Counts its steps in states before its closure has run, as one may."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            p.data = p.data * 0.99
+        return super().step(closure)
+
+    def update(self, params: list[Any], lr: float) -> None:
+        super().update(params, lr / max(self.state[p]["step"] for p in params))
+
+
+@CASES.add(equal="tp2 zero3")
+def states_written_before_the_closure() -> Any:
+    return optimized(lambda m: Counted(matrices(m)))
+
+
+class Grouped(Whitened):
+    """Counts in its group, if that has a gradient; its rate falls with the count."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        if params:
+            group = self.param_groups[0]
+            group["count"] = group.get("count", 0) + 1
+            super().update(params, lr / group["count"])
+
+
+@CASES.add(equal="tp2 zero3", trainer={"limit_train_batches": 2})
+def a_count_of_a_group_without_some_gradients() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return Grouped(matrices(self))
+
+        def on_train_epoch_start(self) -> None:
+            for p in matrices(self)[::2]:
+                p.requires_grad_(self.current_epoch > 0)
+
+    return Module(), token_pairs()
+
+
+class Hooked(PlainModule):
+    """Follows the norm of all weights by a hook of the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Whitened(matrices(self))
+        optimizer.register_step_post_hook(self.follow)
+        return optimizer
+
+    def follow(self, optimizer: Any, *_: Any) -> None:
+        weights = [p.detach().norm() for p in optimizer.param_groups[0]["params"]]
+        optimizer.param_groups[0]["lr"] = 0.1 / float(torch.stack(weights).norm())
+
+
+@CASES.add(equal="tp2 zero3")
+def a_hook_of_the_optimizer_after_its_step() -> Any:
+    return Hooked(), token_pairs()
+
+
 class Averaged(OwnStep):
     """Shows the average of the weights once training has ended, as one without a schedule does."""
 
