@@ -1,6 +1,7 @@
 """Matrices of an optimizer that are whole on one rank each, and the states they leave."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_par.strategies.optimizers.owners import Owners
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.one_gpu import on_cuda
 from tests.support.parity import quiet_trainer
-from tests.support.ranks.api import ranks
+from tests.support.ranks.api import ranks, run_ranks
 from tests.support.user_code import strategy_of
 
 DEVICE = "cuda" if on_cuda() else "cpu"
@@ -144,3 +145,29 @@ def test_a_rank_holds_its_share_of_the_matrices(rank: int, world: int, layout: s
     assert sum(part[1] for part in parts) == count
     assert sum(part[0] for part in parts) == total
     assert max(part[0] for part in parts) < 0.7 * total
+
+
+def save_after(rank: int, world: int, layout: str | None, path: Path) -> None:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy_of(layout), max_steps=2, precision="64-true"
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(token_pairs(), batch_size=8))
+    trainer.save_checkpoint(path)
+
+
+def test_states_of_other_shapes_are_saved_after_the_run(tmp_path: Path) -> None:
+    run_ranks(save_after, 1, None, tmp_path / "one")
+    run_ranks(save_after, 2, "tp2", tmp_path / "two")
+    one, two = (
+        torch.load(tmp_path / name)["optimizer_states"][0]["state"] for name in ("one", "two")
+    )
+    assert one.keys() == two.keys()
+    for number, states in one.items():
+        assert states.keys() == two[number].keys()
+        for name, value in states.items():
+            torch.testing.assert_close(two[number][name], value, rtol=1e-6, atol=1e-9)
