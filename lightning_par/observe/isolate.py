@@ -13,7 +13,8 @@ from torch import nn, Tensor
 from lightning_par.dtensor import local_part
 from lightning_par.engine.rng import fork_all_rng
 from lightning_par.observe.contents import copy_of, is_iterator, refill, restore_of
-from lightning_par.observe.outside import outside_kept
+from lightning_par.observe.outside import data_of, outside_kept
+from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["StateOfParts", "is_equal", "isolated", "untouched"]
 
@@ -83,13 +84,14 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
     parts = dict(module.named_modules())
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     # What an iterator has given inside comes once more afterwards.
     given: dict[_Name, list[Any]]
     given = {key: [] for key, (value, _) in state.items() if is_iterator(value)}
     for (place, name), items in given.items():
         _holder(parts[place], name)[name] = _noted(state[place, name][0], items)
     try:
-        with outside_kept(parts.values()):
+        with outside_kept([*parts.values(), *data_of(trainer)]):
             yield
     finally:
         # Children first: `_state` below walks over them, and must find those of before.

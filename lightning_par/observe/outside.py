@@ -37,8 +37,17 @@ from lightning_par.observe.contents import (
     restore_of,
     UNCHANGEABLE,
 )
+from lightning_par.upstream.lightning import callbacks_of
 
-__all__ = ["Scope", "is_of_user", "outside_kept", "outside_scopes", "outside_state"]
+__all__ = [
+    "Scope",
+    "data_of",
+    "is_of_user",
+    "outside_kept",
+    "outside_scopes",
+    "outside_state",
+    "scopes_of_run",
+]
 
 _OF_THE_RUN = (
     nn.Module,
@@ -56,6 +65,8 @@ _NO_STATE = (
     *_OF_THE_RUN,
 )
 """Code, and what `_OF_THE_RUN` has: no step keeps its values in them."""
+_SHORT = 128
+"""Entries up to which a container in a data module is no data."""
 _LARGEST = 100_000
 """Items up to which a container is looked into; a larger one is data."""
 
@@ -99,7 +110,7 @@ def outside_kept(owners: Iterable[object]) -> Iterator[None]:
     contents of containers and objects that they lead to.
 
     Args:
-        owners: The module, its parts and callbacks.
+        owners: The module, its parts, callbacks, and the data module.
     """
     put_back = outside_state(owners)
     try:
@@ -112,13 +123,44 @@ def outside_state(owners: Iterable[object]) -> Callable[[], None]:
     """Return a function that gives what `outside_kept` restores its present state, at any time.
 
     Args:
-        owners: The module, its parts and callbacks.
+        owners: The module, its parts, callbacks, and the data module.
     """
-    found = _References()
+    found, owners = _References(), list(owners)
     found.add_owners(owners)
+    restores = list(found.restores)
+    # No run has a copy of it.
+    data = (owner for owner in owners if isinstance(owner, pl.LightningDataModule))
+    restores += [_restore_numbers(vars(owner)) for owner in data]
 
     def put_back() -> None:
-        for restore in found.restores:
+        for restore in restores:
+            restore()
+
+    return put_back
+
+
+def data_of(trainer: Any) -> list[Any]:
+    """Return the data module of a Trainer in a list, which is empty without one."""
+    data = getattr(trainer, "datamodule", None)
+    return [] if data is None else [data]
+
+
+def _restore_numbers(held: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that gives attributes their present numbers and short lists and dicts;
+    what is larger is data.
+    """
+    before = {
+        name: (value, restore_of(value, set()))
+        for name, value in held.items()
+        if type(value) in UNCHANGEABLE or (is_container(value) and len(value) <= _SHORT)
+    }
+    others = held.keys() - before.keys()
+
+    def put_back() -> None:
+        for name in held.keys() - before.keys() - others:
+            del held[name]
+        for name, (value, restore) in before.items():
+            held[name] = value
             restore()
 
     return put_back
@@ -134,6 +176,30 @@ def outside_scopes(owners: Iterable[object]) -> dict[str, Scope]:
     found = _References(keeps=False)
     found.add_owners(owners)
     return found.scopes
+
+
+def scopes_of_run(module: nn.Module, trainer: pl.Trainer) -> dict[str, Scope]:
+    """Return the attributes of the user's callbacks and data module, if the code of the module
+    refers to them, or the module holds them; by names that are the same on all ranks.
+
+    Args:
+        module: The LightningModule.
+        trainer: That of its run.
+    """
+    kind = type(module)
+    functions = (getattr(kind, name, None) for name in dir(kind))
+    code = (f for f in functions if is_of_user(getattr(f, "__module__", None)))
+    names = set[str]().union(*map(names_in, code))
+    kept = {id(value) for value in vars(module).values()}
+    found: dict[str, Scope] = {}
+    # Ranks may have other callbacks of Lightning, such as a progress bar.
+    for owner in [*callbacks_of(trainer), *data_of(trainer)]:
+        word = "callbacks" if isinstance(owner, pl.Callback) else "datamodule"
+        if is_of_user(type(owner).__module__) and (word in names or id(owner) in kept):
+            held, number = vars(owner), sum(type(owner).__name__ in place for place in found)
+            place = f"trainer.{word}: {type(owner).__name__} {number}"
+            found[place] = Scope(held, held.__setitem__, held.__delitem__)
+    return found
 
 
 class _Closure(Mapping[str, Any]):

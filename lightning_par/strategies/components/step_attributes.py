@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_par.observe.contents import copy_of, LEFT_ALONE, names_in, restore_of, UNCHANGEABLE
-from lightning_par.observe.outside import is_of_user, outside_scopes, Scope
+from lightning_par.observe.outside import is_of_user, outside_scopes, Scope, scopes_of_run
 from lightning_par.strategies.components.sendable import (
     is_data,
     is_object,
@@ -240,10 +240,13 @@ class StepAttributes:
 
 
 def followed_scopes(module: nn.Module) -> dict[str, Scope]:
-    """Return the classes, globals and closures of the code of a LightningModule in which a step may
-    leave something; what is large there before the first step is data.
+    """Return the classes, globals and closures of the code of a LightningModule, and the callbacks
+    and the data module that it refers to, in which a step may leave something; what is large there
+    before the first step is data.
     """
     found = outside_scopes([module, *stores_in(module).values()])
+    if (trainer := _trainer_of(module)) is not None:
+        found |= scopes_of_run(module, trainer)
     for scope in found.values():
         entries = scope.entries().items()
         scope.without.update(name for name, value in entries if _is_of_others(value))

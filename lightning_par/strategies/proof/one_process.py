@@ -29,7 +29,7 @@ from lightning_par.engine.rng import (
     states_alike,
 )
 from lightning_par.engine.tensor_tree import to_cpu
-from lightning_par.observe.outside import outside_kept
+from lightning_par.observe.outside import data_of, outside_kept
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.proof.parted_batch import PartedBatch, run_parts
 from lightning_par.strategies.proof.silence import single_process
@@ -222,7 +222,7 @@ def run_alone(
             if not given.start.is_later:
                 trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
             _prepare(module, user, given, record, device)
-            stack.enter_context(outside_kept([*module.modules(), *callbacks]))
+            stack.enter_context(outside_kept([*module.modules(), *callbacks, *data_of(user)]))
             given.start.put_outside()
             total = user.num_training_batches
             sized = None if total == float("inf") else max(int(total), len(given.batches))
@@ -263,7 +263,7 @@ def evaluate_alone(
             module.trainer = trainer
             skeleton.follow(on_mesh, module)
             _prepare_evaluation(module, user, given, name, record, device)
-            stack.enter_context(outside_kept(module.modules()))
+            stack.enter_context(outside_kept([*module.modules(), *data_of(user)]))
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False  # as on the mesh, where there is gloo
             getattr(trainer, _RUNS[name])(module, _Batches(given.batches, 1))

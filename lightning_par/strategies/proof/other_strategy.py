@@ -27,7 +27,7 @@ from lightning_par.dtensor import local_part, whole
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.observe.compare import tolerance_of
 from lightning_par.observe.modes import WithoutDropout
-from lightning_par.observe.outside import outside_state
+from lightning_par.observe.outside import data_of, outside_state
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.observe.whole_tensors import norms_of_copies, whole_tensors
 from lightning_par.strategies.proof.causes import StepReport
@@ -178,6 +178,7 @@ class StrategyProof:
 
     def _start(self) -> StartValues:
         module, trainer = self._module, self._trainer
+        owners = [*module.modules(), *callbacks_of(trainer), *data_of(trainer)]
         return StartValues(
             tensors=self._whole(buffers=True),
             global_step=module.global_step,
@@ -185,7 +186,7 @@ class StrategyProof:
             batch=trainer.fit_loop.batch_idx,
             continues=module.global_step > 0,
             groups=numbers_of(trainer.optimizers),
-            put_outside=outside_state([*module.modules(), *callbacks_of(trainer)]),
+            put_outside=outside_state(owners),
         )
 
     def _whole(self, **which: bool) -> dict[str, Tensor]:

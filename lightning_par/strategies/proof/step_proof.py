@@ -20,7 +20,7 @@ from lightning_par.engine.data.equal_copies import differing_copies, error_of_co
 from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.errors import VerificationError
-from lightning_par.observe.outside import outside_state
+from lightning_par.observe.outside import data_of, outside_state
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
@@ -202,7 +202,7 @@ class StepProof:
         if not isinstance(self._skeleton, Skeleton):
             return lambda: None
         callbacks: Any = getattr(module.trainer, "callbacks", ())
-        return outside_state([*module.modules(), *callbacks])
+        return outside_state([*module.modules(), *callbacks, *data_of(module.trainer)])
 
     @property
     def _which(self) -> str:

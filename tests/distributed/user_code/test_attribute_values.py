@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch.callbacks import Callback
 from torch import nn, Tensor
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
@@ -395,3 +396,59 @@ def test_values_that_no_look_has_seen_are_named_once() -> None:
         assert len(re.findall(rf"self\.{name}", told)) == 1
     assert len(re.findall(r"self\.kept what cannot be sent", told)) == 1
     assert "self.phase" not in told
+
+
+class Reading(Callback):
+    """Reads what a step has left in it."""
+
+    def __init__(self) -> None:
+        self.last, self.total, self.history = 0.0, {"loss": 0.0}, list[tuple[float, ...]]()
+
+    def put(self, loss: float) -> None:
+        self.last = loss
+        self.total["loss"] += loss
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.history.append((self.last, self.total["loss"], trainer.datamodule.seen))
+
+
+class Samples(LightningDataModule):
+    seen = 0.0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(token_pairs(), 8)
+
+
+class Telling(PlainModule):
+    """Finds a callback and the data module in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        next(c for c in self.trainer.callbacks if isinstance(c, Reading)).put(float(loss.detach()))
+        self.trainer.datamodule.seen += float(loss.detach())
+        return loss
+
+
+def _tell(rank: int, world: int, layout: str | None) -> Any:
+    seed_everything(0, verbose=False)
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    reading = Reading()
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=2,
+        callbacks=[reading],
+        proves=True,
+    )
+    trainer.fit(Telling().double(), datamodule=Samples())
+    return reading.history
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2_one_microbatch", "tp2"])
+def test_callbacks_and_data_modules_get_numbers_of_the_batch(layout: str) -> None:
+    (wanted,) = run_ranks(_tell, 1, None)
+    assert len(wanted) == 8
+    for found in run_ranks(_tell, 2, layout, timeout=180):
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
