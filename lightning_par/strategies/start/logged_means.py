@@ -64,6 +64,10 @@ def judge_logs(
         # A number that is 0 is the sum of parts as well as their mean.
         weigher.judged |= {call.name for call in logs[0] if call.value}
         kinds |= compare_metrics(*seen.metrics, tolerance())
+        # A batch that is not full has fewer micro-batches, and so fewer updates, but as many
+        # replicas as the others.
+        for name, kind in compare_metrics(*seen.states, tolerance()).items():
+            kinds[name] = max(kinds.get(name, SAME_KIND), kind if microbatches > 1 else SAME_KIND)
     held = [(kinds, sized)]
     if mesh.sizes.data > 1:
         tells = torch.tensor(max([*(kinds or {}).values(), *sized.values()], default=0))

@@ -489,6 +489,7 @@ class _LookWatch:
             losses=losses,
             terms=[[sums.of(loss) for loss in each] for sums, each in pairs],
             metrics=self._metrics.values(),
+            states=self._metrics.states(),
             calls=self.losses.seen,
             weights=self.losses.weights,
             writes=writes or self.has_written(),

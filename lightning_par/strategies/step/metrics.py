@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.mesh import ParallelMesh
@@ -123,9 +123,12 @@ class MetricsOfBatch:
             for name, metric in module.named_modules()
             if isinstance(metric, Metric)
         }
+        collections = (m for m in module.modules() if isinstance(m, MetricCollection))
+        self._collections = list(collections) if looks else []
         self._looks, self.is_new = looks, True
         self._copies: dict[int, Metric] = {}
         self._calls = 0  # under way; the updates that they make are theirs
+        self._updated: set[int] = set()  # metrics, by the update of a collection that is under way
 
     def follow(self) -> ExitStack:
         """Let what the metrics are called with count, until the result is closed."""
@@ -147,6 +150,8 @@ class MetricsOfBatch:
                 opened.callback(handle.remove)
             if self._looks:
                 opened.enter_context(self._updates_counted(metric))
+        for collection in self._collections:
+            opened.enter_context(self._groups_counted(collection))
         return opened
 
     def value(self, metric: Metric) -> Any:
@@ -188,6 +193,18 @@ class MetricsOfBatch:
                     continue
         return found
 
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return FQN -> states of the metrics that were updated; entries that are gathered are
+        joined, however many updates gave them.
+        """
+        found = {}
+        for key, copied in self._copies.items():
+            if copied.update_called:
+                parts = [part for part in copied.modules() if isinstance(part, Metric)]
+                held = [getattr(part, name) for part in parts for name in part.metric_state]
+                found[self._metrics[key][0]] = {str(n): _entries(s) for n, s in enumerate(held)}
+        return found
+
     @contextmanager
     def _updates_counted(self, metric: Metric) -> Iterator[None]:
         original = metric.update
@@ -205,6 +222,41 @@ class MetricsOfBatch:
         finally:
             metric.__dict__["update"] = original
 
+    @contextmanager
+    def _groups_counted(self, collection: MetricCollection) -> Iterator[None]:
+        original = collection.update
+
+        @wraps(original)
+        def update(*args: Any, **kwargs: Any) -> None:
+            self._updated = set()
+            original(*args, **kwargs)
+            for first, *others in collection.compute_groups.values():
+                self._share(getattr(collection, first), [getattr(collection, n) for n in others])
+
+        collection.__dict__["update"] = update
+        try:
+            yield
+        finally:
+            del collection.__dict__["update"]
+
+    def _share(self, first: Metric, others: Sequence[Metric]) -> None:
+        """Give the state of a metric to those of its compute group: the collection updates the
+        first one only, and lets the others refer to its state.
+        """
+        if id(first) not in self._updated:
+            return
+        source = self._copies[id(first)]
+        for metric in others:
+            if id(metric) in self._updated:  # as in the first update, which finds the groups
+                continue
+            if id(metric) not in self._copies:
+                self._copies[id(metric)] = self._copy(metric)
+            copied = self._copies[id(metric)]
+            for name in source.metric_state:
+                state = map_tensors(getattr(source, name), lambda t: t.detach().clone())
+                setattr(copied, name, state)
+            set_update_count(copied, source.update_count)
+
     def _update(self, metric: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if id(metric) not in self._metrics:  # part of a copy
             return
@@ -216,6 +268,7 @@ class MetricsOfBatch:
         if copied is None:
             copied = self._copies[id(metric)] = self._copy(metric)
         copied.update(*args, **kwargs)
+        self._updated.add(id(metric))
 
     def _copy(self, metric: nn.Module) -> Metric:
         parts = [part for part in metric.modules() if isinstance(part, Metric)]
@@ -232,6 +285,17 @@ class MetricsOfBatch:
             if isinstance(part, Metric) and (self._looks or not part.dist_sync_on_step):
                 part.distributed_available_fn = lambda: False
         return copied
+
+
+def _entries(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state
+    flat = [torch.as_tensor(leaf).flatten() for leaf in tree_leaves(state) if _is_number(leaf)]
+    return torch.cat(flat) if flat else None
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | Tensor)
 
 
 def _computed(copied: Metric) -> Any:
@@ -267,6 +331,10 @@ class LookAtMetrics:
             self._whole.join(self._group)
         return to_cpu(self._whole.values()), to_cpu(self._parts.values())
 
+    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return FQN -> states of the metrics, for the whole and for its parts, on the host."""
+        return to_cpu(self._whole.states()), to_cpu(self._parts.states())
+
 
 OF_METRIC = "self."
 """Begins the name of a metric, beside those of logged numbers."""
@@ -287,11 +355,7 @@ def compare_metrics(
     kinds, nothing = {}, tolerance / 100  # as `compare_parts` has it
     for name in whole.keys() & parts.keys():
         values, others = (
-            [
-                torch.as_tensor(leaf)
-                for leaf in tree_leaves(held[name])
-                if isinstance(leaf, int | float | Tensor)
-            ]
+            [torch.as_tensor(leaf) for leaf in tree_leaves(held[name]) if _is_number(leaf)]
             for held in (whole, parts)
         )
         is_same = len(values) == len(others) and all(

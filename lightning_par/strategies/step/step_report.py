@@ -19,6 +19,8 @@ class StepReport:
         logs: The calls that logged numbers, for each batch.
         metrics: FQN -> value of the torchmetrics that it updates, for the first batch, and for the
             others together.
+        states: FQN -> what these metrics have gathered, likewise. Some that are the same number for
+            one batch are not for several, as a mean is that counts updates.
         calls: For each batch, the cross-entropies that it computed.
         weights: For each batch, what else may weigh it in its loss.
         leaves: Names of attributes of the LightningModule that it changes.
@@ -32,6 +34,7 @@ class StepReport:
     losses: list[tuple[float, ...]]
     logs: list[list[LogCall]]
     metrics: tuple[dict[str, Any], dict[str, Any]]
+    states: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     calls: list[list[SeenLoss]] = field(default_factory=list)
     weights: list[list[SeenWeight]] = field(default_factory=list)
     leaves: tuple[str, ...] = ()

@@ -175,8 +175,61 @@ def _unweighed() -> Any:
     return Weighing(weighs=False).double(), _ragged()
 
 
+class Grouped(PlainModule):
+    """Updates a collection, which updates the first metric of those with the same state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = [MulticlassF1Score(64, average="macro"), MulticlassAccuracy(64)]
+        self.group = MetricCollection(both, prefix="val/")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        labels = batch[1].flatten()
+        self.net(batch[0])
+        self.group.update(labels // 2 * 2, labels)  # some are right, whatever the weights are
+        self.log_dict(self.group, on_step=False, on_epoch=True)
+
+
+def _validate(rank: int, world: int, layout: str | None) -> Any:
+    seed_everything(0, verbose=False)
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", proves=True)
+    loader = DataLoader(token_pairs()[:16], 4 if layout == "zero1" else 8)
+    return trainer.validate(Grouped().double(), loader, verbose=False)[0]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1"])
+def test_metrics_of_a_compute_group_are_proved(layout: str) -> None:
+    (found,) = run_ranks(_validate, 1, None)
+    for got in run_ranks(_validate, 2, layout, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+
+
+class Meaning(PlainModule):
+    """Gives the loss of a batch to a mean that counts batches, and counts them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_mean(self.loss(batch))
+        self.log("val_mean", self.val_mean, on_step=False, on_epoch=True)
+
+
+def _meaning() -> Any:
+    return Meaning().double(), token_pairs()[:12]  # the last batch has one micro-batch of two
+
+
 def _sized() -> Any:
     return Sized().double(), _ragged()[:30]  # the last batch is not full
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2_interleaved"])
+def test_a_mean_that_counts_updates_counts_batches(layout: str) -> None:
+    ((_, found, *_),) = run_ranks(_train, 1, None, _meaning)
+    for _, got, *_ in run_ranks(_train, 2, layout, _meaning, timeout=180):
+        assert got["val_mean"] == pytest.approx(found["val_mean"], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "pp2"])
@@ -227,10 +280,12 @@ def test_a_step_logs_the_metric_of_the_whole_batch(layout: str) -> None:
         for one, other in zip(got_steps, steps, strict=True):
             assert one == pytest.approx(other, rel=1e-6)
         assert not left
-        # The entries of self.all are the losses of micro-batches; one rank says so.
+        # The entries of self.all are the losses of micro-batches, and self.mean counts them; one
+        # rank says so.
         named = {text.split(" once ")[0] for text in told}
         is_told = layout == "pp2" and told is results[0][2]
-        assert named == ({"training_step updates the metrics self.all"} if is_told else set())
+        text = "training_step updates the metrics self.all, self.mean"
+        assert named == ({text} if is_told else set())
 
 
 @pytest.mark.parametrize("layout", ["pp2", "zero1"])
