@@ -60,6 +60,8 @@ def judge_logs(
         weighted = torch.stack([weigher.rule.weigh(*p).double().cpu() for p in parts[1:]])
         counts = [count for _, count in parts[1:]]
         kinds = compare_parts(logs, weighted, tolerance(), counts)
+        if mesh.sizes.data > 1:
+            kinds |= _added_over_replicas(logs[0], kinds)
         sized = _sized_by_samples(logs, weighted, [parts[0][1], *counts])
         # A number that is 0 is the sum of parts as well as their mean.
         weigher.judged |= {call.name for call in logs[0] if call.value}
@@ -141,6 +143,13 @@ def _alone(seen: StepReport) -> dict[str, StepReport]:
         if kind in ("mean", "avg") and all(len(value) == 1 for value in values):
             found[call.name] = replace(seen, losses=values, terms=[])
     return found
+
+
+def _added_over_replicas(calls: Sequence[LogCall], kinds: Mapping[str, int]) -> dict[str, int]:
+    """Return the numbers of a batch that Lightning adds over replicas, as nothing of the kind."""
+    means = [c for c in calls if kinds.get(c.name) == MEAN_OF_SAMPLES and _is_joined(c)]
+    sums = (c for c in means if reduction_name(c.options.get("reduce_fx", "mean")) == "sum")
+    return {call.name: NOT_OF_PARTS for call in sums}
 
 
 def _is_joined(call: LogCall) -> bool:

@@ -179,7 +179,7 @@ def compare_parts(
     """Return, for every logged number, how that of a batch follows from those of its parts.
 
     `SAME_KIND`: by the reduction with which it is logged, weighted as the loss.
-    `MEAN_OF_SAMPLES`: as a mean weighted by numbers of samples, whatever weighs in the loss.
+    `MEAN_OF_SAMPLES`: as one weighted by samples, whatever weighs in the loss; also a sum may be.
     `SUM_OF_PARTS`: as a sum, although it is logged as a mean. `NOT_OF_PARTS`: in no such way.
 
     Args:
@@ -201,7 +201,9 @@ def compare_parts(
     counts = torch.tensor([*samples], dtype=weights.dtype) if samples else weights
     # Unless weights differ from the numbers of samples, both means are the same number.
     alike = bool(torch.allclose(counts / counts.sum(), weights / weights.sum()))
-    means = {call.name: float(call.value) for call in combine_logs(known[1:], counts)}
+    summed = {call.name for calls in known for call in calls if _name_of(call) == "sum"}
+    averaged = combine_logs(known[1:], counts, by_samples=summed)
+    means = {call.name: float(call.value) for call in averaged}
     kinds: dict[str, int] = {}
     for call in known[0]:
         kinds.setdefault(call.name, SAME_KIND)
@@ -209,16 +211,15 @@ def compare_parts(
             continue
         # A plain number that is the same for all parts says nothing: it is no part of a loss.
         values = {part.value for calls in known[1:] for part in calls if part.name == call.name}
-        is_mean = not alike and is_near(call.value, means[call.name])
+        is_sum = call.name in summed
+        is_mean = (is_sum or not alike) and is_near(call.value, means[call.name])
         if is_near(call.value, combined[call.name]):
-            if is_mean and call.is_plain and len(values) == 1:
+            if is_mean and not is_sum and call.is_plain and len(values) == 1:
                 kinds[call.name] = max(kinds[call.name], MEAN_OF_SAMPLES)
             continue
-        if is_mean:
-            kinds[call.name] = max(kinds[call.name], MEAN_OF_SAMPLES)
-            continue
         total = sum(part.value for calls in known[1:] for part in calls if part.name == call.name)
-        kind = SUM_OF_PARTS if is_near(call.value, total) else NOT_OF_PARTS
+        is_total = is_near(call.value, total)
+        kind = MEAN_OF_SAMPLES if is_mean else SUM_OF_PARTS if is_total else NOT_OF_PARTS
         kinds[call.name] = max(kinds[call.name], kind)
     return kinds
 
@@ -383,7 +384,7 @@ def combine_logs(
         calls: Recorded calls of every micro-batch, in order.
         weights: [m] weights of the micro-batches, for means.
         sums: Keys whose values are added in place of a mean.
-        by_samples: Keys whose values weigh by the samples.
+        by_samples: Keys whose values weigh by the samples; those of a sum have a mean, too.
         samples: Numbers of samples of the micro-batches.
     """
     by_name: dict[str, list[tuple[int, LogCall]]] = {}
@@ -399,15 +400,16 @@ def combine_logs(
         counted = [samples[index] for index, _ in pairs] if samples else sizes
         if last.metric is None:
             used = torch.stack([weights[index] for index, _ in pairs])
-            if name in by_samples:
+            if name in by_samples and samples:
                 used = used.new_tensor([float(count) for count in counted])
             # batch_size of each call equal to its samples says nothing new.
             if None not in sizes and sizes != counted:  # each says what it is a mean of
                 used = used.new_tensor([float(size) for size in sizes])
             values = torch.stack([_number(call.value, weights) for _, call in pairs])
-            kind = last.options.get("reduce_fx", "mean")
-            adds = name in sums and reduction_name(kind) in ("mean", "avg")
-            value = combine_values(values, used, "sum" if adds else kind)
+            kind = reduction_name(last.options.get("reduce_fx", "mean"))
+            adds = name in sums and kind in ("mean", "avg")
+            over = name in by_samples and kind == "sum"  # over batches, as of 1 for each
+            value = combine_values(values, used, "sum" if adds else "mean" if over else kind)
         options = last.options
         if any(size is not None for size in sizes):
             options = {**options, "batch_size": sum(size or 0 for size in sizes)}

@@ -45,6 +45,28 @@ def test_a_plain_number_that_ties_is_a_mean_of_samples() -> None:
     assert kind_of(3.5, 2.0, 4.0, is_plain=True) == SAME_KIND
 
 
+def summed(value: float) -> LogCall:
+    options = {"reduce_fx": "sum"}
+    return LogCall(name="a", value=value, metric=None, options=options, is_plain=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ((1.0, 1.0, 1.0), MEAN_OF_SAMPLES),  # one for each batch
+        ((3.0, 2.0, 4.0), MEAN_OF_SAMPLES),
+        ((6.0, 2.0, 4.0), SAME_KIND),
+        ((0.0, 0.0, 0.0), SAME_KIND),  # may be a count of samples of which there was none
+        ((8.0, 2.0, 4.0), NOT_OF_PARTS),
+    ],
+)
+def test_a_sum_over_batches_is_none_over_their_parts(values, kind) -> None:
+    logs = [[summed(value)] for value in values]
+    assert compare_parts(logs, LABELS, 2e-5, SAMPLES)["a"] == kind
+    (combined,) = combine_logs(logs[1:], LABELS, (), {"a"} if kind else (), SAMPLES)
+    assert kind == NOT_OF_PARTS or float(combined.value) == values[0]
+
+
 def test_means_of_samples_are_combined_by_samples() -> None:
     calls = [[call(2.0)], [call(4.0)]]
     assert float(combine_logs(calls, LABELS)[0].value) == 3.5
