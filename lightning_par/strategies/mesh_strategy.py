@@ -34,6 +34,7 @@ from lightning_par.strategies.components.gather_after_run import gather_after_ru
 from lightning_par.strategies.components.host_offload import HostOffload, offload_precision
 from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
+from lightning_par.strategies.data.loaders import EarlyLoaders
 from lightning_par.strategies.hooks.user_hooks import UserHooks
 from lightning_par.strategies.hooks.whole_module import whole_module
 from lightning_par.strategies.options import MeshOptions
@@ -60,8 +61,7 @@ __all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(ParallelStrategy):
-    """Trains an unchanged LightningModule on a mesh of tensor, pipeline, context and data
-    parallelism.
+    """Trains an unchanged LightningModule with tensor, pipeline, context and data parallelism.
 
     Sizes are whole numbers or ``"auto"``; what "auto" gives is said by each named strategy.
 
@@ -167,14 +167,13 @@ class MeshStrategy(ParallelStrategy):
         self.options = MeshOptions(**chosen, auto_rule=self._auto_rule)
         # Under another name, as LightningCLI follows super().__init__(**...) to more options.
         (initialize := super().__init__)(**lightning_options)
-        self.num_nodes = 1
-        self.processes = self._process_type(self.options)
+        self.num_nodes, self.processes = 1, self._process_type(self.options)
         self.activity = self.processes.activity
         self.offload: HostOffload | None = None
         self._saving = CheckpointSave(self.options, self.processes)
         self._loading = CheckpointLoad(self.processes)
         self.islands: IslandRounds | None = None
-        self._precision, self._hooks = AdoptedPrecision(), UserHooks()
+        self._precision, self._hooks, self._early = AdoptedPrecision(), UserHooks(), EarlyLoaders()
         self._record: ConstructionRecord | None = None
         self._parallel_model: ParallelModel | None = None
         self._step: Step | None = None
@@ -345,6 +344,7 @@ class MeshStrategy(ParallelStrategy):
             self.processes.catch_up = self._parallel_model.sharding.catch_up
         make_averages(trainer, self.parallel_model)
         self._loading.complete(self.parallel_model)
+        self._early.hand_over(self.parallel_model.steps, trainer, resumes=self._loading.resumes)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
         self._hooks.attach(self.parallel_model, trainer, self.processes)
         if trainer.state.fn == "fit":
@@ -379,8 +379,9 @@ class MeshStrategy(ParallelStrategy):
         return model is not None and model.module is self.lightning_module
 
     @override
-    @plain_before_setup
     def process_dataloader(self, dataloader: object) -> object:
+        if not self._on_mesh(self.lightning_module):
+            return self._early.prepare(dataloader, self)
         self._loading.before_loader(self.parallel_model)
         return self.parallel_model.steps.prepare_loader(dataloader)
 
@@ -534,8 +535,7 @@ class MeshStrategy(ParallelStrategy):
         assert module is not None
         model = self._parallel_model if self._on_mesh(module) else None
         if model is None and self._record is None:
-            # Before the setup: what it converts would round the weights.
-            self.precision_plugin.convert_module(module)
+            self.precision_plugin.convert_module(module)  # later it would round the weights
         self._loading.load_weights(model, module, checkpoint, strict=strict)
 
     @override

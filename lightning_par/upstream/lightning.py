@@ -18,7 +18,7 @@
 ============================  ===============================================================
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,7 @@ __all__ = [
     "after_closure",
     "callbacks_of",
     "compute_dtype",
+    "forget_loaders",
     "forget_trainer",
     "hook_calls",
     "init_process_group",
@@ -139,6 +140,14 @@ def loaders_in_use(loop: Any) -> tuple[Any, bool]:
     with names_of("lightning"):
         iterators = fetcher.combined_loader._iterator.iterators
     return fetcher.combined_loader.iterables, len(iterators) > 1
+
+
+def forget_loaders(loop: Any, given: Sequence[Any]) -> None:
+    """Let the loop of training prepare its loaders anew; it has prepared `given`."""
+    with names_of("lightning"):
+        # One of the user's is changed in place, and the loop may get it again.
+        loop._combined_loader.flattened = list(given)
+        loop._combined_loader = None
 
 
 def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:

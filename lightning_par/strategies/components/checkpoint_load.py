@@ -127,6 +127,11 @@ class CheckpointLoad:
             self._own = {**ours, "path": path, "is_same_mesh": is_same_mesh}
         return found
 
+    @property
+    def resumes(self) -> bool:
+        """Whether a checkpoint of ours was read for a fit, which has not begun."""
+        return self._own is not None
+
     def _adopt(self, model: ParallelModel) -> None:
         """Take what our checkpoints hold besides the Trainer's state: seeds and random states.
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
@@ -24,7 +25,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.rng import collect_random_states, restore_random_states, states_alike
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError
@@ -38,13 +38,15 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import (
     callbacks_of,
+    forget_loaders,
     loaders_in_use,
     noted_batches,
+    trainer_of,
     uses_distributed_sampler,
 )
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves
 
-__all__ = ["ReplicaLoaders"]
+__all__ = ["EarlyLoaders", "ReplicaLoaders"]
 
 _MEETING = frozenset({"barrier", "all_gather", "all_gather_object", "gather_object", "all_reduce"})
 _NOTHING = object()
@@ -58,7 +60,7 @@ class ReplicaLoaders:
     Args:
         module: The user's LightningModule.
         mesh: Mesh of this run.
-        sharding: Keeps parameters whole while replicas predict unequal numbers of batches.
+        hold: Keeps parameters whole while replicas predict unequal numbers of batches.
         device: Device of this rank.
         options: Of the strategy; the samples of training are divided among islands, too.
 
@@ -70,11 +72,11 @@ class ReplicaLoaders:
         self,
         module: pl.LightningModule,
         mesh: ParallelMesh,
-        sharding: Sharding,
+        hold: Callable[[], None],
         device: torch.device,
         options: MeshOptions,
     ) -> None:
-        self._module, self._mesh, self._sharding, self._device = module, mesh, sharding, device
+        self._module, self._mesh, self._hold, self._device = module, mesh, hold, device
         self._has_replicas = mesh.sizes.data > 1
         self._on_island = options.outer is not None
         self._divides = not self._on_island and mesh.sizes.world_size > 1
@@ -108,10 +110,20 @@ class ReplicaLoaders:
             if samples_differ(dataloader, device, divided):
                 # FSDP2 gathers in every forward, with all ranks: a replica that has no batch left
                 # would be missed.
-                self._sharding.hold()
+                self._hold()
         if trainer.predicting:
             self._mute_writers()
         return join_ranks(dataloader, trainer, device, strategy.processes.as_replica)
+
+    def is_on(self, mesh: ParallelMesh) -> bool:
+        """Whether they are those of a run on this mesh."""
+        return self._mesh is mesh
+
+    def adopt(self, early: "ReplicaLoaders") -> None:
+        """Take loaders that others have prepared, with the shares of their batches."""
+        self._divided.update(early._divided)
+        self._prepared += early._prepared
+        self.has_several |= early.has_several
 
     def _is_divided(self, trainer: pl.Trainer) -> bool:
         """Whether samples are divided; training on one replica keeps where an epoch goes on."""
@@ -341,6 +353,59 @@ class ReplicaLoaders:
                 if names_in(value) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers values from all replicas"
         return ""
+
+
+class EarlyLoaders:
+    """Loaders of training that are prepared before the module is on the mesh, where its `setup` or
+    `configure_model` asks for `Trainer.estimated_stepping_batches`: the Trainer keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[object] = []
+        self._loaders: ReplicaLoaders | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what is of one run behind."""
+        return {"_given": [], "_loaders": None}
+
+    def prepare(self, dataloader: object, strategy: Any) -> object:
+        """Return a loader of this replica's samples, or as it is where no training follows.
+
+        Args:
+            dataloader: The user's.
+            strategy: The `MeshStrategy` of the run, whose processes are set up.
+
+        **Communicates**: as `ReplicaLoaders.prepare` does.
+        """
+        module = strategy.lightning_module
+        trainer = trainer_of(module)
+        if trainer is None or not trainer.training:
+            return dataloader
+        if self._loaders is None or not self._loaders.is_on(strategy.mesh):
+            self._given = []
+            rest = strategy.mesh, lambda: None, strategy.root_device, strategy.options
+            self._loaders = ReplicaLoaders(module, *rest)
+        self._given.append(dataloader)
+        return self._loaders.prepare(dataloader)
+
+    def hand_over(self, runner: Any, trainer: pl.Trainer, *, resumes: bool) -> None:
+        """Give the loaders to the run that begins.
+
+        Args:
+            runner: Its `StepRunner`.
+            trainer: Its Trainer.
+            resumes: Whether the run goes on where another was, so that the order of samples, which
+                these loaders may have drawn, is another; then the Trainer prepares them anew.
+        """
+        (early, given), self._loaders, self._given = (self._loaders, self._given), None, []
+        if early is None or not early.is_on(runner.mesh):  # of a run that failed before its set-up
+            return
+        if resumes:
+            forget_loaders(trainer.fit_loop, given)
+            return
+        for dataloader in given:
+            runner.check_loader(dataloader)
+        runner.loaders.adopt(early)
 
 
 def _is_stream(dataloader: DataLoader[Any]) -> bool:

@@ -182,7 +182,7 @@ class StepRunner:
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast, self.world = world.broadcast(mesh.replica_group, first), world
         self.mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
-        self.loaders = ReplicaLoaders(module, mesh, sharding, device, options)
+        self.loaders = ReplicaLoaders(module, mesh, sharding.hold, device, options)
         self.share = Share()
         self.most = self.share.smallest  # samples that every replica has
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
@@ -241,10 +241,14 @@ class StepRunner:
             ConfigurationError: Its batches are smaller than the number of micro-batches.
         """
         # Before the loader is replaced: the sampler of a replica hides the user's batch size.
+        self.check_loader(dataloader)
+        return self.loaders.prepare(dataloader)
+
+    def check_loader(self, dataloader: object) -> None:
+        """Note the batch size of a loader of the user's; refuse what `prepare_loader` refuses."""
         self.dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
-        return self.loaders.prepare(dataloader)
 
     def end_evaluation(self) -> None:
         """Let go of gathered weights; see `ReplicaLoaders.end_evaluation`."""

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -135,6 +136,24 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05)
 
 
+class Early(Net):
+    """Asks for the number of steps before it is on the mesh, where the Trainer makes its loader."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook, self.total = hook, 0.0
+
+    def _ask(self, hook: str) -> None:
+        if hook == self.hook:
+            self.total = self.trainer.estimated_stepping_batches
+
+    def setup(self, stage: str) -> None:
+        self._ask("setup")
+
+    def configure_model(self) -> None:
+        self._ask("configure_model")
+
+
 def _loader(kind: str, size: int, batch: int, workers: int = 0) -> DataLoader[Any]:
     rows = Rows(size, draws=kind == "draws")
     generator = torch.Generator().manual_seed(7)
@@ -173,6 +192,22 @@ def _fit(layout: str | None, kind: str, size: int, batch: int, workers: int, **o
     return module.losses, found, trainer.global_step
 
 
+def _fit_early(layout: str | None, hook: str, epochs: int, folder: str) -> Any:
+    seed_everything(5, verbose=False)
+    module, trainer = Early(hook), _trainer(layout, max_epochs=epochs)
+    many = 6 if layout is None else 6 // _REPLICAS.get(layout, 2)
+    place = Path(folder) / "saved.ckpt"
+    ckpt_path = place if place.exists() else None
+    trainer.fit(module, _loader("shuffled", 19, many), ckpt_path=ckpt_path)
+    if layout is not None:
+        trainer.save_checkpoint(place)
+    return module.total, module.losses, module.head.bias.detach().clone()
+
+
+def _fit_early_rank(rank: int, world: int, *args: Any) -> Any:
+    return _fit_early(*args)
+
+
 def _fit_rank(rank: int, world: int, *args: Any) -> Any:
     *given, options = args
     return _fit(*given, **options)
@@ -203,6 +238,21 @@ def test_the_order_of_samples_is_that_of_one_process(
     wanted = _fit(None, *args)
     world = _WORLD.get(layout, 2)
     _assert_equal(run_ranks(_fit_rank, world, layout, *args, {}, timeout=180), wanted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hook"),
+    [("zero3", "setup"), ("zero1", "configure_model"), ("pp2", "setup")],
+)
+def test_steps_that_are_asked_for_early_are_those_of_one_process(
+    layout: str, hook: str, tmp_path: Path
+) -> None:
+    given = hook, 3, str(tmp_path)
+    ((total, losses, bias),) = run_ranks(_fit_early_rank, 1, None, *given, timeout=60)
+    for begun in run_ranks(_fit_early_rank, 2, layout, hook, 2, str(tmp_path), timeout=90):
+        _assert_equal([begun[:2]], (8, losses[:8]))
+    resumed = run_ranks(_fit_early_rank, 2, layout, *given, timeout=90)
+    _assert_equal(resumed, (total, losses[8:], bias))
 
 
 def _evaluate(layout: str | None, size: int, batch: int, limit: Any) -> Any:
