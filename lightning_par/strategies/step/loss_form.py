@@ -236,7 +236,8 @@ class FormWatch:
         if self.has_to_stay and weights is not None and index in weights.zero and not weights.fills:
             self.loses |= 0 < abs(float(loss.detach())) < math.inf
         confirms = self.confirms if self._has_values else None
-        if confirms is not None and weights is not None and weights.counts is not None:
+        fills = weights is not None and weights.fills  # a repeated sample, which counts nowhere
+        if confirms and weights is not None and weights.counts is not None and not fills:
             self._confirm(confirms, loss, weights.counts[index])
         if not index:
             self._see_form(loss, samples)
