@@ -242,11 +242,13 @@ def adjust_logs(
     original = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        # In this order: a value with a weight of its own is joined first, which leaves nothing
-        # for `_weighted` to scale.
         options = _without_samples(name, value, options, weights)
-        value = _joined(module, value, options, weights, samples)
-        value, options = _weighted(name, value, options, weights)
+        # Joined first: a value with a weight of its own leaves nothing for `_weighted` to scale.
+        own, value = value, _joined(module, value, options, weights, samples)
+        if value is own or weights is None or not weights.fills:
+            value, options = _weighted(name, value, options, weights)
+        else:  # the mean for the step, and nothing in that for an epoch
+            options = {**options, "batch_size": 0}
         original(name, value, *args, **options)
 
     with nullcontext() if weights is None and not samples else _shadow_log(module, log):

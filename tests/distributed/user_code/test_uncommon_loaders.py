@@ -34,10 +34,12 @@ class Pairs(pl.LightningModule):
 
     Args:
         kind: "mean" over the samples of all, "terms": the sum of a mean of each, "sum".
+        is_sized: Whether the loss is logged with a `batch_size`.
     """
 
-    def __init__(self, kind: str = "mean") -> None:
+    def __init__(self, kind: str = "mean", *, is_sized: bool = False) -> None:
         super().__init__()
+        self.is_sized = is_sized
         torch.manual_seed(1)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head, self.kind = nn.Linear(5, 1), kind
@@ -59,7 +61,8 @@ class Pairs(pl.LightningModule):
         errors = self._errors(batch)
         loss = sum(e.sum() / 20 if self.kind == "sum" else e.mean() for e in errors)
         assert isinstance(loss, Tensor)
-        self.log("loss", loss, sync_dist=True)
+        size = {"batch_size": 4} if self.is_sized else {}
+        self.log("loss", loss, sync_dist=True, **size)
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -247,21 +250,25 @@ class Declared(Pairs):
         return ParallelPlan(batch=layout)
 
 
-def _fit_unequal(rank: int, world: int, layout: str | None, declares: bool) -> Any:
+def _fit_unequal(
+    rank: int, world: int, layout: str | None, declares: bool, sized: bool = False
+) -> Any:
     seed_everything(5, verbose=False)
-    module, trainer = Declared("terms" if declares else "mean"), _trainer(layout, max_epochs=2)
+    module = Declared("terms" if declares else "mean", is_sized=sized)
+    trainer = _trainer(layout, max_epochs=2)
     many = 2 if layout == "zero0" else 4
     loaders = {"a": _loader(layout, 13), "b": DataLoader(Rows(9), many)}
     trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"))
     return module.losses, module.head.bias.detach().clone()
 
 
-def test_unequal_loaders_are_equal_where_it_is_declared_how_losses_add_up() -> None:
+@pytest.mark.parametrize("sized", [False, True])
+def test_unequal_loaders_are_equal_where_it_is_declared_how_losses_add_up(sized: bool) -> None:
     with pytest.raises(RankError, match=r"unequal numbers of samples in a step, pass.*LP301"):
         run_ranks(_fit_unequal, 2, "zero0", False, timeout=60)
-    (wanted,) = run_ranks(_fit_unequal, 1, None, True, timeout=60)
+    (wanted,) = run_ranks(_fit_unequal, 1, None, True, sized, timeout=60)
     for layout in ("zero0", "pp2"):
-        for found in run_ranks(_fit_unequal, 2, layout, True, timeout=60):
+        for found in run_ranks(_fit_unequal, 2, layout, True, sized, timeout=60):
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
 
 
