@@ -377,7 +377,7 @@ class FirstLook:
             fitting = [name for name in fitting if name in made] or fitting
         self._settle(rules, fitting, source, found.ratios)
         is_asked = self.looks == 1 or self._weigher.compares_lengths
-        self._weigher.compares_lengths = is_asked and not found.seen and self._has_values
+        self._weigher.compares_lengths = is_asked and self._has_values
 
     def _told_better(
         self,

@@ -147,6 +147,19 @@ def padding_in_a_mean(cured: bool) -> Any:
 
 
 @CURES.add("LP327", r"padding changes the loss.*pad all batches to one length", "zero1")
+def padding_that_labels_leave_out_and_the_model_reads(cured: bool) -> Any:
+    class Module(PlainModule):
+        batch = BatchLayout()
+
+        def loss(self, batch: Any) -> Tensor:
+            scores = self.net(batch[0])
+            scores = scores + scores.mean(1, keepdim=True)
+            return F.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), ignore_index=0)
+
+    return Module(), _ragged_pairs(), _padded(12 if cured else None)
+
+
+@CURES.add("LP327", r"padding changes the loss.*pad all batches to one length", "zero1")
 def padding_that_comes_later(cured: bool) -> Any:
     """The first batch has rows of one length."""
     pairs = _ragged_pairs()
