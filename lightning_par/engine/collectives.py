@@ -43,6 +43,7 @@ __all__ = [
     "reduce_to_shards",
     "reduce_to_whole",
     "refuses_second_gradient",
+    "shard_of_whole",
     "slice_to_shard",
     "split_sizes",
 ]
@@ -224,7 +225,7 @@ class _GatherFromShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         # No sum: every rank has the same gradient of what it uses alike.
-        return apply_function(_ShardOfShared, grad, ctx.dim, ctx.group), None, None, None
+        return shard_of_whole(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ShardOfShared(torch.autograd.Function):
@@ -288,6 +289,11 @@ def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int)
         size: Whole size of `dim`; it may be uneven.
     """
     return apply_function(_GatherFromShards, x, dim, group, size)
+
+
+def shard_of_whole(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard of the whole `x`, which every rank has alike, as its gradient is."""
+    return apply_function(_ShardOfShared, x, dim, group)
 
 
 class _NoGradient(torch.autograd.Function):

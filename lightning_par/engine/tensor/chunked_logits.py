@@ -3,7 +3,7 @@
 Shapes: N tokens, D model dim, V vocabulary; a rank holds V/tp rows of the head's weight.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +16,9 @@ from lightning_par.engine.collectives import all_gather, gather_from_shards, spl
 from lightning_par.engine.pipeline.split_backward import undeferred
 from lightning_par.engine.tensor.chunked_loss import ChunkedLoss
 from lightning_par.engine.tensor.chunks import chunk_tokens
-from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
+from lightning_par.engine.tensor.vocab_parallel import linked_logits, VocabShardedLogits
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.upstream.tensor import asks_for_changes, make_wrapper, plain_functions
+from lightning_par.upstream.tensor import asks_for_changes, plain_functions
 
 __all__ = ["ChunkedHead", "ChunkedLogits", "LossOptions", "chunked_logits", "linear_cross_entropy"]
 
@@ -98,7 +98,17 @@ class ChunkedLogits(VocabShardedLogits):
         dim = vocab_dim % hidden.ndim
         shape = (*hidden.shape[:dim], size, *hidden.shape[dim + 1 :])
         dtype = dtype or hidden.dtype
-        made = make_wrapper(ChunkedLogits, shape, dtype=dtype, device=hidden.device)
+        held: list[Tensor | None] = [hidden, weight, bias]
+
+        def back(grad: Tensor) -> Sequence[Tensor | None]:
+            with torch.enable_grad():
+                own = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in held]
+                whole = ChunkedLogits.make(*own[:3], options, size, group, dim, dtype).full()
+            wanted = [t for t in own if t is not None and t.requires_grad]
+            given = iter(torch.autograd.grad(whole, wanted, grad))
+            return [next(given) if t is not None and t.requires_grad else None for t in own]
+
+        made: ChunkedLogits = linked_logits(ChunkedLogits, shape, dtype, held, back)
         made.local, made.weight, made.bias = hidden, weight, bias
         made.options, made.group, made.vocab_dim = options, group, dim
         return made

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary; a rank holds V/tp columns (later ranks 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -16,15 +17,17 @@ from torch import Tensor
 from lightning_par.engine.annotations import Float, Int
 from lightning_par.engine.collectives import (
     all_reduce,
+    apply_function,
     gather_from_shards,
     refuses_second_gradient,
+    shard_of_whole,
     split_sizes,
 )
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.pytree import tree_map
 from lightning_par.upstream.tensor import make_wrapper, plain_functions
 
-__all__ = ["VocabShardedLogits", "vocab_parallel_cross_entropy"]
+__all__ = ["VocabShardedLogits", "linked_logits", "vocab_parallel_cross_entropy"]
 
 _METADATA = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "is_sparse")
 
@@ -134,6 +137,49 @@ def vocab_parallel_cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / valid.sum()
 
 
+class _Link(torch.autograd.Function):
+    """Makes logits the result of the tensors that they hold, for code below torch functions.
+
+    `torch.autograd.Function.apply` calls no ``__torch_function__``: to it, logits without a graph
+    are a constant, and the gradients of all that comes before them would be lost without a word.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        make: Callable[[], Tensor],
+        backward: Callable[[Tensor], Sequence[Tensor | None]],
+        *held: Tensor | None,
+    ) -> Tensor:
+        ctx.back = backward
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.back(grad)
+
+
+def linked_logits(
+    kind: type[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    held: Sequence[Tensor | None],
+    backward: Callable[[Tensor], Sequence[Tensor | None]],
+) -> Any:
+    """Return logits of the class `kind` that have no memory, and are the result of `held`.
+
+    Args:
+        kind: `VocabShardedLogits`, or a class derived from it.
+        shape: Of the whole logits.
+        dtype: Of the logits.
+        held: What the logits are computed from; the first gives the device.
+        backward: The gradients of `held`, from that of the whole logits.
+    """
+    assert held[0] is not None
+    make = partial(make_wrapper, kind, shape, dtype=dtype, device=held[0].device)
+    return apply_function(_Link, make, backward, *held)
+
+
 class VocabShardedLogits(Tensor):
     """Logits [..., V] of which this rank holds the columns [..., V/tp].
 
@@ -164,7 +210,9 @@ class VocabShardedLogits(Tensor):
         # Shape, dtype and device of the whole: code that asks gets what one process has.
         dim = vocab_dim % local.ndim
         shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
-        made = make_wrapper(VocabShardedLogits, shape, dtype=local.dtype, device=local.device)
+        back = lambda grad: (shard_of_whole(grad, dim, group),)  # noqa: E731
+        made: VocabShardedLogits
+        made = linked_logits(VocabShardedLogits, shape, local.dtype, [local], back)
         made.local, made.group, made.vocab_dim = local, group, dim
         return made
 

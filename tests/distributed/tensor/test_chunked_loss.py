@@ -22,6 +22,7 @@ from lightning_par.models.gpt.model import GPT
 from lightning_par.observe.modes import DoublePrecision
 from lightning_par.plan.parallel_plan import ParallelPlan
 from tests.distributed.models.test_bert import SgdBert, TwelvePairs
+from tests.distributed.tensor.test_vocab_parallel import Squares
 from tests.support.module_parity import assert_model_parity, Made
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import ranks, run_ranks
@@ -161,6 +162,17 @@ def test_a_sharded_vocabulary_gives_the_loss_of_the_whole(rank: int, world: int,
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     dist.all_reduce(of_hidden)  # which the entry of the head does
     wanted = torch.autograd.grad(want.sum(), [given[0], weight])
+    own = wanted[1].split(split_sizes(V, world))[rank]
+    torch.testing.assert_close((of_hidden, of_weight), (wanted[0], own), rtol=0, atol=1e-12)
+
+
+@ranks(3)
+def test_a_function_of_autograd_takes_them_as_the_whole_logits(rank: int, world: int) -> None:
+    logits, given, weight, _ = head_and_tokens(rank, world)
+    weight.requires_grad_()
+    wanted = torch.autograd.grad((given[0] @ weight.T).square().sum(), [given[0], weight])
+    of_hidden, of_weight = torch.autograd.grad(Squares.apply(logits).sum(), given)
+    dist.all_reduce(of_hidden)  # which the entry of the head does
     own = wanted[1].split(split_sizes(V, world))[rank]
     torch.testing.assert_close((of_hidden, of_weight), (wanted[0], own), rtol=0, atol=1e-12)
 

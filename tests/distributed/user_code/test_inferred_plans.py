@@ -66,6 +66,26 @@ def scales_of_blocks_and_of_their_layers() -> Any:
     return Planless(net), token_pairs()
 
 
+class _Predicts(Planless):
+    """Has a layer after its head that gives as many numbers, as a predictor of BYOL does."""
+
+    def __init__(self) -> None:
+        super().__init__(structures.LanguageModel())
+        self.predictor = nn.Linear(64, 64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.predictor(self.net(x)).flatten(0, -2), y.flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+# Without the proof of the first step, which would refuse the gradients of nothing.
+@CASES.add(equal="tp2 tp2_whole_sequence", strategy={"verify": False})
+def layer_after_the_head() -> Any:
+    return _Predicts(), token_pairs()
+
+
 @CASES.add(equal="tp2")
 def odd_number_of_tokens() -> Any:
     net = structures.LanguageModel(structures.fused_by_head)
