@@ -142,7 +142,7 @@ class PipelineExecutor:
         scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]] = lambda _: nullcontext(True),
         replay: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
-        has_failed: Callable[[], bool] = lambda: False,
+        has_failed: Callable[[PipelineError], bool] = lambda _: False,
     ) -> PipelineRun:
         """Run every action of this rank.
 
@@ -155,9 +155,9 @@ class PipelineExecutor:
             around: Context around the backward of a micro-batch's loss; its value says whether the
                 gradients count, and the previous stage gets 0 for those that do not.
             replay: Context around every backward of a micro-batch, which may recompute blocks.
-            has_failed: Whether an error of the user's step was noted, to be raised on all ranks
-                after the run: a stage that then has no result says so to the next one, which waits
-                for it. Without a backward only.
+            has_failed: Whether an error of the user's step, or this one, was noted, to be raised on
+                all ranks after the run: a stage that then has no result says so to the next one,
+                which waits for it. Without a backward only.
 
         **Communicates**: every activation once to the next stage, every gradient of one once to the
         previous.
@@ -183,7 +183,7 @@ class _Walk:
         scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]],
         replay: Callable[[int], AbstractContextManager[None]],
-        has_failed: Callable[[], bool],
+        has_failed: Callable[[PipelineError], bool],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
         self.links, self.hooks = executor.links, executor.hooks
@@ -292,8 +292,8 @@ class _Walk:
         try:
             if not failed:
                 result = forward() if self.hooks is None else self.hooks.call(forward)
-        except PipelineError:
-            failed = self.has_failed()
+        except PipelineError as error:
+            failed = self.has_failed(error)
             if not failed:
                 raise
         if failed:

@@ -2,7 +2,32 @@
 
 from lightning_par.errors import PipelineError
 
-__all__ = ["SecondCallError", "called_by_a_hook", "called_outside"]
+__all__ = ["PassedOverError", "SecondCallError", "called_by_a_hook", "called_outside"]
+
+
+class PassedOverError(PipelineError):
+    """A step has not called the blocks of a stage, as one does that has no use for the model."""
+
+    @classmethod
+    def before(cls, block: int) -> "PassedOverError":
+        """Say it of a stage that ends before the block with this number."""
+        return cls(
+            "LP406",
+            f"the step returned before it had called block {block}. The step skipped blocks, "
+            "returned early, or caught the BaseException that ends a stage (a bare `except:` "
+            "around the model call). Call the whole model once for every batch, and catch "
+            "Exception. To skip a batch, remove it in the data set or collate_fn; or use "
+            "pipeline_parallel_size=1.",
+        )
+
+    @classmethod
+    def of_last(cls) -> "PassedOverError":
+        """Say it of the last stage."""
+        return cls(
+            "LP406",
+            "the step returned a result without calling the last block. Call the whole model "
+            "once for every batch, or use pipeline_parallel_size=1.",
+        )
 
 
 class SecondCallError(PipelineError):

@@ -32,6 +32,7 @@ from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.refusals import (
     called_by_a_hook,
     called_outside,
+    PassedOverError,
     SecondCallError,
 )
 from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
@@ -202,8 +203,8 @@ class Stage:
             The step's own result on the last stage, None elsewhere.
 
         Raises:
-            PipelineError: The step ended without reaching the end of the stage, or reached it
-                where no graph is recorded.
+            PassedOverError: The step ended without reaching the end of the stage.
+            PipelineError: It reached it where no graph is recorded.
         """
         if self.tokens is not None and not self.is_first:
             self.tokens.whole = state.received["tokens"]
@@ -216,20 +217,9 @@ class Stage:
         if self.may_skip:
             return result
         if not self.is_last and not state.left:
-            raise PipelineError(
-                "LP406",
-                f"the step returned before it had called block {self.end_block}. The step skipped "
-                "blocks, returned early, or caught the BaseException that ends a stage (a bare "
-                "`except:` around the model call). Call the whole model once for every batch, and "
-                "catch Exception. To skip a batch, remove it in the data set or collate_fn; or "
-                "use pipeline_parallel_size=1.",
-            )
+            raise PassedOverError.before(self.end_block)
         if self.is_last and self.end_block - 1 not in state.called:
-            raise PipelineError(
-                "LP406",
-                "the step returned a result without calling the last block. Call the whole model "
-                "once for every batch, or use pipeline_parallel_size=1.",
-            )
+            raise PassedOverError.of_last()
         return result
 
     def outgoing(self, state: MicroBatchState) -> Message:

@@ -98,16 +98,17 @@ class ChunkedLogits(VocabShardedLogits):
         dim = vocab_dim % hidden.ndim
         shape = (*hidden.shape[:dim], size, *hidden.shape[dim + 1 :])
         dtype = dtype or hidden.dtype
-        held: list[Tensor | None] = [hidden, weight, bias]
 
         def back(grad: Tensor) -> Sequence[Tensor | None]:
+            own = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in held]
+            given: Any = (*own, options, size, group, dim, dtype)
             with torch.enable_grad():
-                own = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in held]
-                whole = ChunkedLogits.make(*own[:3], options, size, group, dim, dtype).full()
+                whole = ChunkedLogits.make(*given).full()
             wanted = [t for t in own if t is not None and t.requires_grad]
-            given = iter(torch.autograd.grad(whole, wanted, grad))
-            return [next(given) if t is not None and t.requires_grad else None for t in own]
+            found = iter(torch.autograd.grad(whole, wanted, grad))
+            return [next(found) if t is not None and t.requires_grad else None for t in own]
 
+        held = hidden, weight, bias
         made: ChunkedLogits = linked_logits(ChunkedLogits, shape, dtype, held, back)
         made.local, made.weight, made.bias = hidden, weight, bias
         made.options, made.group, made.vocab_dim = options, group, dim

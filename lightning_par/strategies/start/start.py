@@ -20,7 +20,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.engine.memory.garbage import few_collections
-from lightning_par.engine.pipeline.refusals import SecondCallError
+from lightning_par.engine.pipeline.refusals import PassedOverError, SecondCallError
 from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.errors import ConfigurationError, PipelineError
 from lightning_par.observe.contents import names_in
@@ -314,8 +314,9 @@ class RunStart:
         try:
             seen, is_random = run_parts(look, parts, whole[0])
         except PipelineError as error:
-            # It calls the model several times, or a module that is no call of the model.
-            is_wrong = error.code == "LP407" if is_whole else isinstance(error, SecondCallError)
+            # It calls the model several times, or not, or a module that is no call of the model.
+            cut = isinstance(error, SecondCallError | PassedOverError)
+            is_wrong = error.code == "LP407" if is_whole else cut
             if is_again or not is_wrong:
                 raise
             known.is_whole, known.random = not is_whole, steps.random_of(name)

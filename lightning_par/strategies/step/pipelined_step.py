@@ -262,7 +262,7 @@ class PipelinedSteps:
         context: StepContext,
         batches: Sequence[Any],
         rest: Sequence[Any],
-        refusal: Callable[[], Exception | None],
+        refusal: Callable[..., Exception | None],
         name: str,
         watch: StepWatch,
     ) -> StepReport:
@@ -272,14 +272,14 @@ class PipelinedSteps:
             context: Precision plugin's context of the step.
             batches: Any number of batches.
             rest: What else the step takes.
-            refusal: Says why the step cannot run here, and gave nothing.
+            refusal: Says why the step cannot run here, and gave nothing; is given a new reason.
             name: Of the step.
             watch: Watches what else the step does.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         key, count, trains = ("first look",), len(batches), name == "training_step"
         self._attributes.begin()
-        has_failed: Callable[[], bool] = lambda: refusal() is not None  # noqa: E731
+        has_failed: Callable[..., bool] = lambda *e: refusal(*e) is not None  # noqa: E731
         of_buffers = trains and count > 1 and not self._buffers.is_known
         learns = of_buffers or (trains and count > 1 and not self._values.is_known)
         # Copies, as the step may write into its batch.
@@ -327,7 +327,7 @@ class PipelinedSteps:
         key: Any,
         calls: list[list[LogCall]],
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
-        has_failed: Callable[[], bool] = lambda: False,
+        has_failed: Callable[..., bool] = lambda _: False,
         cut: tuple[int, int | None] = (0, None),
     ) -> PipelineRun:
         run = self._stepper(name, context, parts, rest, key, calls, followed)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries, split_rows
 from lightning_par.engine.collectives import split_sizes
-from lightning_par.engine.pipeline.refusals import SecondCallError
+from lightning_par.engine.pipeline.refusals import PassedOverError, SecondCallError
 from lightning_par.engine.rng import (
     collect_random_states,
     fork_all_rng,
@@ -280,8 +280,14 @@ class StepRandom:
         self._draws.refusal = self._draws.refusal or error
         return True
 
-    def refusal(self) -> LightningParError | None:
-        """Return what was noted, and `judge` will raise."""
+    def refusal(self, error: LightningParError | None = None) -> LightningParError | None:
+        """Return what was noted, and `judge` will raise.
+
+        Args:
+            error: What has stopped a stage, and is noted if it says that the step has ended.
+        """
+        if isinstance(error, PassedOverError):
+            self.refuse(error)
         return self._draws.refusal
 
     @contextmanager

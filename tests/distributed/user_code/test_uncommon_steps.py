@@ -48,6 +48,18 @@ class Classifier(Planless):
         return loss
 
 
+@CASES.add(equal="pp2 zero1pp2", trainer={"check_val_every_n_epoch": None, "val_check_interval": 2})
+def validation_without_the_model() -> Any:
+    class Module(Classifier):
+        def val_dataloader(self) -> Any:
+            return DataLoader(vectors(), 4)  # type: ignore[arg-type]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("mean", batch[0].mean(), sync_dist=True)
+
+    return Module(), vectors()
+
+
 @CASES.add(equal="tp2 pp2 zero3")
 def a_generator_that_the_module_keeps() -> Any:
     class Module(Classifier):
