@@ -2,6 +2,8 @@
 
 A batch is any nest of mappings, tuples, lists and objects (dataclasses, and others) of tensors,
 arrays and other values. B is the number of samples.
+
+Length: what tells the batch dims, and what cuts along them, follow the same nests.
 """
 
 import copy
@@ -99,7 +101,7 @@ def find_batch_dims(
         size, unsure = next(iter(tensors.values())), _describe(tensors)
     if not declared and not seen and sizes and not given and size > max(sizes):
         unsure = f"{_describe(extents, pairs=True)}, but the loader gives {max(sizes)} samples"
-    dims = dict(_cuts(batch, "", layout, size))
+    dims = dict(_cuts(batch, "", layout, size, {p.rpartition(".")[0] for p in known if p}))
     others = tuple(p for p, n in tensors.items() if n != size and p not in dims)
     below = tuple(f"{path}." for path in dims)
     others = tuple(p for p in others if not p.startswith(below))
@@ -206,8 +208,10 @@ def _declared(batch: Any, layout: BatchLayout) -> dict[str, int]:
     return found
 
 
-def _cuts(node: Any, path: str, layout: BatchLayout, size: int) -> Iterator[tuple[str, int]]:
-    """Yield the entries that hold `size` samples, and their batch dims."""
+def _cuts(
+    node: Any, path: str, layout: BatchLayout, size: int, holders: Collection[str]
+) -> Iterator[tuple[str, int]]:
+    """Yield the entries that hold `size` samples, and their batch dims; `holders` hold entries."""
     if path in layout.whole:
         return
     if path in layout.batch_dims:
@@ -215,11 +219,16 @@ def _cuts(node: Any, path: str, layout: BatchLayout, size: int) -> Iterator[tupl
     elif isinstance(node, Tensor | np.ndarray):
         if node.ndim and node.shape[0] == size:
             yield path, 0
-    elif _is_plain_list(node) and _lists_samples(node, size, is_batch=not path):
+    # What held entries of samples before is no list of samples now, if it has as many by chance.
+    elif (
+        _is_plain_list(node)
+        and path not in holders
+        and _lists_samples(node, size, is_batch=not path)
+    ):
         yield path, 0
     else:
         for key, value in children(node) or ():
-            yield from _cuts(value, _join(path, key), layout, size)
+            yield from _cuts(value, _join(path, key), layout, size, holders)
 
 
 def _lists_samples(node: Any, size: int, *, is_batch: bool) -> bool:

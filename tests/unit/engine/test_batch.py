@@ -232,3 +232,10 @@ def test_lists_of_one_value_per_sample_are_told_from_lists_of_entries():
     assert dims_of(batch, [4]).dims == {"0": 0, "1": 0, "2": 0}
     assert dims_of([numbers(2, 5), numbers(2)]).dims == {"0": 0, "1": 0}
     assert dims_of(["a", "b", "c"]).size == 3
+
+
+def test_a_pair_of_lists_stays_one_in_a_batch_of_two_samples():
+    """As torchvision's ``collate_fn=lambda samples: tuple(zip(*samples))`` makes it."""
+    four, two = [tuple(zip(*[(torch.ones(3), {"y": 1})] * n, strict=True)) for n in (4, 2)]
+    assert dims_of(four, sizes=[4]).dims == {"0": 0, "1": 0}
+    assert dims_of(two, known=("0", "1")).dims == {"0": 0, "1": 0}
