@@ -236,11 +236,20 @@ def _lists_samples(node: Any, size: int, *, is_batch: bool) -> bool:
     if len(node) != size:
         return False
     held = [_holds(value, size) for value in node]
+    if is_batch and all(_is_plain_list(value) and len(value) == size for value in node):
+        # Entries of one kind each, of which two differ, as images and labels: no samples.
+        kinds = [{_kind(value) for value in entry} for entry in node]
+        if all(len(kind) == 1 for kind in kinds) and any(kind != kinds[0] for kind in kinds):
+            return False
     if is_batch or not any(held):
         return not any(held)
     alike = len({type(value) for value in node}) == 1
     # One mapping for each sample is likelier than as many mappings of batches as there are samples.
     return alike and not (all(held) and isinstance(node[0], Tensor | np.ndarray))
+
+
+def _kind(value: Any) -> Hashable:
+    return (type(value), *((value.dtype, value.ndim) if isinstance(value, Tensor) else ()))
 
 
 def _holds(node: Any, size: int) -> bool:

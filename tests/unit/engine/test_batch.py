@@ -239,3 +239,8 @@ def test_a_pair_of_lists_stays_one_in_a_batch_of_two_samples():
     four, two = [tuple(zip(*[(torch.ones(3), {"y": 1})] * n, strict=True)) for n in (4, 2)]
     assert dims_of(four, sizes=[4]).dims == {"0": 0, "1": 0}
     assert dims_of(two, known=("0", "1")).dims == {"0": 0, "1": 0}
+    # Also in a first batch, as lists of one kind each are no samples; of mixed ones they are.
+    assert dims_of(two, sizes=[2]).dims == {"0": 0, "1": 0}
+    assert dims_of([*zip(*two, strict=True)], sizes=[2]).dims == {"": 0}
+    alike = [torch.ones(3)] * 2
+    assert dims_of((alike, alike), known=("0", "1")).dims == {"0": 0, "1": 0}
