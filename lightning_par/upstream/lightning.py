@@ -26,6 +26,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 
 from lightning_par.upstream.presence import names_of
@@ -144,10 +145,11 @@ def loaders_in_use(loop: Any) -> tuple[Any, bool]:
 
 def forget_loaders(loop: Any, given: Sequence[Any]) -> None:
     """Let the loop of training prepare its loaders anew; it has prepared `given`."""
-    with names_of("lightning"):
-        # One of the user's is changed in place, and the loop may get it again.
-        loop._combined_loader.flattened = list(given)
-        loop._combined_loader = None
+    for name, held in list(vars(loop).items()):
+        if isinstance(held, CombinedLoader):
+            # One of the user's is changed in place, and the loop may get it again.
+            held.flattened = list(given)
+            setattr(loop, name, None)
 
 
 def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:

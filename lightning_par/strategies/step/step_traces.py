@@ -94,8 +94,7 @@ def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[Non
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if isinstance(value, int | float | Tensor):
-            number = _as_logged(value)
-            calls.append(LogCall(name=name, value=number, metric=None, options=options))
+            calls.append(LogCall(name=name, value=_as_logged(value), metric=None, options=options))
         original(name, value, *args, **options)
 
     with _shadow_log(module, log):
@@ -152,8 +151,7 @@ def record_logs(
 
 
 def _as_logged(value: Any) -> Any:
-    # Without its graph, which would keep the activations of the batch; copied, as the step may
-    # change it in place, and FSDP frees the memory of a weight.
+    # Without its graph, and copied: the step may change it in place, and FSDP frees weights.
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
