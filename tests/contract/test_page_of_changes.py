@@ -142,9 +142,9 @@ PROOFS: dict[str, str] = {
     "a state that the step keeps of its samples in an attribute and reads in the next step": """
         uncommon_steps::a_state_that_the_first_stage_reads_and_the_last_one_leaves
         uncommon_steps::a_state_of_each_row""",
-    "numbers and tensors that the step keeps in attributes, of the module, its class, a callback or "
-    "the data module, in globals, or in dicts, lists and objects in them: the last loss, a sum of "
-    "losses, an average meter, a count of steps, the last outputs": """
+    "numbers and tensors that the step keeps in attributes, of the module, its class, a callback "
+    "or the data module, in globals, or in dicts, lists and objects in them: the last loss, a sum "
+    "of losses, an average meter, a count of steps, the last outputs": """
         attribute_values::test_callbacks_and_data_modules_get_numbers_of_the_batch
         attribute_values::test_what_is_kept_is_that_of_the_batch_on_every_rank
         attribute_values::test_what_is_kept_outside_of_the_module_is_that_of_the_batch_on_every_rank

@@ -225,7 +225,9 @@ def run_alone(
             stack.enter_context(outside_kept([*module.modules(), *callbacks, *data_of(user)]))
             given.start.put_outside()
             total = user.num_training_batches
-            sized = None if total == float("inf") else max(int(total), len(given.batches))
+            # A run may go on with a loader that has fewer batches than were used before.
+            fewest = given.start.batch + len(given.batches)
+            sized = None if total == float("inf") else max(int(total), fewest)
             trainer.fit(module, _Batches(given.batches, sized))
     except Exception as error:
         record.error = error

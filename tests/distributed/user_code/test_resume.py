@@ -288,3 +288,21 @@ def test_weights_alone_go_on_with_another_optimizer(
         assert refusal in told
         assert "LP507" in told
         torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-9)
+
+
+def _with_fewer_batches(rank: int, world: int, folder: str) -> int:
+    """Save inside of an epoch; go on with a loader that ends where that was."""
+    path = f"{folder}/middle.ckpt"
+    for steps, samples in ((4, 64), (6, 32)):
+        seed_everything(0, verbose=False)
+        strategy = Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=1)
+        trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, proves=True)
+        data = DataLoader((token_pairs() * 2)[:samples], 8)
+        trainer.fit(Adam(), data, ckpt_path=path if steps > 4 else None)
+        trainer.save_checkpoint(path)
+    return trainer.global_step
+
+
+def test_a_run_goes_on_with_a_loader_that_ends_where_it_was(tmp_path: Path) -> None:
+    """The proof's own loop had no batch to come, and no end."""
+    assert run_ranks(_with_fewer_batches, 2, str(tmp_path), timeout=180) == [6, 6]
