@@ -342,7 +342,7 @@ def replicated(tensor: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor of which each rank that holds a part of `like` holds the whole.
 
     Args:
-        tensor: The same on these ranks.
+        tensor: The same on these ranks; moved to the device of the mesh.
         like: Its mesh is taken.
     """
     mesh = like.device_mesh

@@ -73,6 +73,7 @@ RUNS: dict[str, dict[str, str]] = {
     "LP610": {
         "looks_across = 'entry'": "early_optimizers::with_pairs_inside",
         "copies in self.state": "early_optimizers::with_copies_in_its_state",
+        "call the closure": "cures_of_runs::a_closure_that_is_left_out",
         "a value of the list": VALUE,
     },
     "LP611": {

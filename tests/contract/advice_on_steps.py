@@ -240,7 +240,8 @@ STEPS: dict[str, dict[str, str]] = {
     },
     "LP327": {
         "pad all batches to one length": """
-            cures_in_data::padding_of_other_lengths cures_in_data::padding_that_comes_later""",
+            cures_in_data::padding_of_other_lengths cures_in_data::padding_that_comes_later
+            cures_in_data::padding_that_labels_leave_out_and_the_model_reads""",
         "leave padding out of the loss": "cures_in_data::padding_in_a_mean",
         "data_parallel_size=1": ONE,
     },

@@ -36,12 +36,14 @@ from lightning_par.dtensor import (
 )
 from lightning_par.upstream.dtensor import sharded_like
 
-__all__ = ["Owners"]
+__all__ = ["Owners", "whole_state"]
 
 _Place = tuple[int, ...]
 """Coordinates of a rank on the axes that shard a matrix."""
 _States = dict[Any, Any]
 """States of an optimizer: parameter -> {name: value}."""
+_Forms = Callable[[int, _Place], Sequence[tuple[torch.dtype, Any]]]
+"""Number of a matrix and place of a rank -> dtype and shape of the tensors in a piece."""
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -233,8 +235,10 @@ class _Route:
             owner = min(idle or self.places, key=lambda place: (self._work[place], place))
             idle.discard(owner)
             self._work[owner] += _work(parameter)
-            at = {place: dict(zip(self._axes, place, strict=True)) for place in self.places}
-            boxes = {place: box_of(parameter, axes) for place, axes in at.items()}
+            boxes = {
+                place: box_of(parameter, dict(zip(self._axes, place, strict=True)))
+                for place in self.places
+            }
             self.matrices.append(
                 _Matrix(tensor=tensor, parameter=parameter, owner=owner, boxes=boxes)
             )
@@ -269,7 +273,7 @@ class _Route:
                 matrix.tensor.grad = next(rest)
             if own is not None:
                 states[matrix.tensor] = {
-                    k: next(rest) if matrix.kinds[k].is_sharded else _whole(v)
+                    k: next(rest) if matrix.kinds[k].is_sharded else whole_state(v)
                     for k, v in own.items()
                 }
 
@@ -321,7 +325,7 @@ class _Route:
         for number, kinds in told.items():
             self.matrices[number].kinds = kinds
 
-    def _collect(self, parts: Sequence[Tensor], forms: "_Forms") -> dict[int, dict[_Place, Tensor]]:
+    def _collect(self, parts: Sequence[Tensor], forms: _Forms) -> dict[int, dict[_Place, Tensor]]:
         """Send parts to the owners of their matrices.
 
         Args:
@@ -346,7 +350,7 @@ class _Route:
         return held
 
     def _distribute(
-        self, parts: Mapping[int, Mapping[_Place, Tensor]], forms: "_Forms"
+        self, parts: Mapping[int, Mapping[_Place, Tensor]], forms: _Forms
     ) -> list[Tensor]:
         """Send parts from the owners of their matrices to the ranks; the reverse of `_collect`.
 
@@ -377,7 +381,7 @@ class _Route:
         self,
         out: Sequence[Sequence[Tensor]],
         arriving: Sequence[Sequence[tuple[int, _Place]]],
-        forms: "_Forms",
+        forms: _Forms,
         group: dist.ProcessGroup,
     ) -> dict[int, dict[_Place, Tensor]]:
         """Send pieces of bytes to each rank of a group, and sort what arrives.
@@ -404,10 +408,6 @@ class _Route:
         return torch.empty(0, dtype=torch.uint8, device=device)
 
 
-_Forms = Callable[[int, _Place], Sequence[tuple[torch.dtype, Any]]]
-"""Number of a matrix and place of a rank -> dtype and shape of the tensors in a piece."""
-
-
 def _shards(matrix: _Matrix, states: Mapping[str, Any] | None) -> Iterator[Tensor]:
     """Yield this rank's shards of what is cut as a matrix is: its values, gradient and states."""
     parameter = matrix.parameter
@@ -425,7 +425,8 @@ def _work(parameter: Tensor) -> int:
     return parameter.numel() * min(sides)
 
 
-def _whole(value: Any) -> Any:
+def whole_state(value: Any) -> Any:
+    """Return a state of an optimizer as a step on whole tensors has it."""
     return whole(value).detach() if isinstance(value, Tensor) else value
 
 

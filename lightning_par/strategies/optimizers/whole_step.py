@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_par.dtensor import local_part, replicated, shard_of, whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.optimizers.owners import Owners
+from lightning_par.strategies.optimizers.owners import Owners, whole_state
 
 __all__ = ["WholeStep"]
 
@@ -266,7 +266,7 @@ class WholeStep:
             if parameter in state:
                 # Moved and not copied: the entry of the parameter comes back after the step.
                 held = state.pop(parameter)
-                state[tensor] = {k: _whole_state(v) for k, v in held.items()}
+                state[tensor] = {k: whole_state(v) for k, v in held.items()}
         if self._across:
             self._exchange()
         self._is_gathered = True
@@ -344,10 +344,6 @@ class WholeStep:
                 entry.tensor.grad = None
                 # Its memory is needed in the next forward.
                 entry.tensor.data = entry.tensor.data.new_empty(0)
-
-
-def _whole_state(value: Any) -> Any:
-    return whole(value).detach() if isinstance(value, Tensor) else value
 
 
 def _part_of_state(value: Any, parameter: Tensor) -> Any:

@@ -287,6 +287,32 @@ def a_buffer_that_copies_a_weight(cured: bool) -> nn.Module:
     return Module(cured)
 
 
+class Skipping(torch.optim.Muon):
+    """Leaves out its closure where it is told to, which no trial of it sees."""
+
+    skips = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.skips:
+            return super().step(closure)
+        return super().step()
+
+
+@CURES.add(
+    "LP610", r"did not call the closure .*Call the closure at the beginning of every step", "tp2"
+)
+def a_closure_that_is_left_out(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return Skipping([p for p in self.parameters() if p.ndim == 2], lr=0.1)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.trainer.optimizers[0]
+            optimizer.skips = batch_idx == 2 and not cured
+
+    return Module()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_refused_without_the_cure_and_equal_with_it(
     case: str, layout: str, refusal: str | None
