@@ -32,10 +32,9 @@ from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import scale_together
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
-from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
+from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun, TrainedParts
 from lightning_par.engine.pipeline.model_calls import ModelCalls
 from lightning_par.engine.pipeline.schedules import forward_only
-from lightning_par.engine.pipeline.trained_parts import TrainedParts
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
