@@ -84,7 +84,7 @@ class WholeStep:
         self._across = across_stages and mesh.sizes.pipeline > 1
         self._names, self._order = names, order
         self._entries: list[_Entry] = []
-        self._parameters: list[list[Any]] = []  # those of each group, see `_put_in_place`
+        self._parameters: list[list[Any]] = []  # those of each group, while others are shown
         self._depth, self._loaded = 0, False
         self._by_owners, self._is_gathered = by_owners, False
         self._list()

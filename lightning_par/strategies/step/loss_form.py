@@ -67,11 +67,7 @@ def form_of(loss: Tensor, samples: int, *, reads_factors: bool = False) -> Hasha
 
 
 def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Hashable]:
-    queue = deque([loss.grad_fn])
-    for _ in range(_NODES):
-        if not queue:
-            return
-        node: Any = queue.popleft()
+    for node in _nodes(loss):
         # No graph behind this input, as behind a constant: it is part of the form, too.
         if node is None:
             yield None
@@ -87,7 +83,18 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
             yield _saved(node, "self_sym_numel") % samples == 0
         elif name.startswith("NllLoss"):
             yield _saved(node, "reduction"), _saved(node, "ignore_index")
-        queue.extend(parent for parent, _ in node.next_functions)
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield the last operations that made a loss; None where there is no graph."""
+    queue = deque([loss.grad_fn])
+    for _ in range(_NODES):
+        if not queue:
+            return
+        node: Any = queue.popleft()
+        yield node
+        if node is not None:
+            queue.extend(parent for parent, _ in node.next_functions)
 
 
 def sides_of(loss: Tensor) -> tuple[Hashable, ...]:
@@ -100,11 +107,7 @@ def sides_of(loss: Tensor) -> tuple[Hashable, ...]:
 
 
 def _sides(loss: Tensor) -> Iterator[Hashable]:
-    queue = deque([loss.grad_fn])
-    for _ in range(_NODES):
-        node: Any = queue.popleft() if queue else None
-        if node is None:
-            continue
+    for node in filter(None, _nodes(loss)):
         name = node.name().rstrip("0123456789")
         if name in _BENDS:
             value, other = (_saved(node, key) for key in _BENDS[name])
@@ -123,18 +126,13 @@ def _sides(loss: Tensor) -> Iterator[Hashable]:
                     low is not None and bool(value < low),
                     high is not None and bool(value > high),
                 )
-        queue.extend(parent for parent, _ in node.next_functions)
 
 
 def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
     """Yield the numbers over which a loss is a mean, as far as its last operations hold them; those
     `of_labels` are those of cross-entropies alone.
     """
-    queue = deque([loss.grad_fn])
-    for _ in range(_NODES):
-        node: Any = queue.popleft() if queue else None
-        if node is None:
-            continue
+    for node in filter(None, _nodes(loss)):
         name = node.name()
         if name.startswith("NllLoss") and _saved(node, "reduction") == 1:
             yield _saved(node, "total_weight")
@@ -146,7 +144,6 @@ def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
                 yield divisor.reshape(())
         elif name == "MeanBackward0" and not of_labels:
             yield _saved(node, "self_sym_numel")
-        queue.extend(parent for parent, _ in node.next_functions)
 
 
 def _saved(node: Any, name: str) -> Any:

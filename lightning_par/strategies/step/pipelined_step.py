@@ -484,7 +484,8 @@ class PipelinedSteps:
         anchor = torch.zeros((), requires_grad=True, device=self.module.device)
         undo = 1 if factor is None else 1 / factor  # the plugin scales once more
         install = lambda g: put_gradients(parameters, computed, g * undo)  # noqa: E731
-        return ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call, no-any-return]
+        loss: Tensor = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
+        return loss
 
     def from_last_stage(self, value: Any) -> Any:
         """Return, on every stage, the value of the last one."""
