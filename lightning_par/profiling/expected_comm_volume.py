@@ -63,8 +63,8 @@ __all__ = ["Forecast", "Parts"]
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
-_WEIGHTS_OF_THE_LOSS = 16
-"""Bytes: two numbers in float64, summed over the replicas."""
+_WEIGHTS_OF_THE_LOSS = 32
+"""Bytes: four numbers in float64, summed over the replicas."""
 
 _NORM = 16
 """Bytes: two numbers in float64, summed over all ranks."""
@@ -214,7 +214,7 @@ class Forecast:
         parts, sizes = self.parts, self.parts.mesh.sizes
         if sizes.data == 1 or parts.mesh.expert_mesh is not None or parts.compresses:
             return
-        # Sums of loss and weight, over all replicas.
+        # Weight, samples, and length of rows, over all replicas.
         self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
         # Without a pipeline a step is one forward and one backward.
         walk = actions or (Action(0, _F, 0), Action(0, _B, 0))

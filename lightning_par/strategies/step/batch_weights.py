@@ -293,6 +293,8 @@ class BatchWeigher:
         self.sized: frozenset[str] = frozenset()
         self.judged: frozenset[str] = frozenset()
         self.fills, self.compares_lengths = False, False
+        # What replicas send beside the weight, and the same on the device.
+        self._numbers, self._on_device = (-1, 0, 0), torch.empty(0)
         self.last: BatchWeights | None = None
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type
@@ -366,7 +368,7 @@ class BatchWeigher:
             zero: Numbers of those with weight 0, if they are known; else their device is asked.
 
         **Communicates**: one all-reduce of one number per micro-batch over the context ranks, and
-        one of two numbers over the replicas, where there are several.
+        one of four numbers over the replicas, where there are several.
         """
         pairs = zip(microbatches, samples, strict=True)
         counts = torch.stack([self.rule.weigh(b, n) for b, n in pairs])
@@ -412,11 +414,13 @@ class BatchWeigher:
         """Return the weight of the global batch, its samples, and whether lengths differ."""
         if self._replicas == 1:
             return total, None, None
-        numbers = [0.0 if self.fills else float(samples)]
-        if self.compares_lengths:
-            numbers += [float(row_length(part)), float(row_length(part) ** 2)]
+        length = row_length(part) if self.compares_lengths else 0
+        numbers = (0 if self.fills else samples, length, length**2)
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._on_device = torch.stack([torch.full_like(total, number) for number in numbers])
         # In one message, as its latency is what it costs.
-        sums = torch.stack([total, *(torch.full_like(total, number) for number in numbers)])
+        sums = torch.cat([total[None], self._on_device])
         dist.all_reduce(sums, group=self._data_group)
         # Equal numbers have the square of their mean as the mean of their squares.
         differs = sums[3] * self._replicas > sums[2].square() if self.compares_lengths else None
