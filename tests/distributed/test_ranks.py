@@ -52,6 +52,12 @@ def fit_and_wait_for(rank, world, guilty, act):
     wait_for(rank, world, guilty, act)
 
 
+def sleep_deep_down(depth=80):
+    if depth:
+        sleep_deep_down(depth - 1)
+    sleep_long()
+
+
 def sleep_long(rank=0, world=1):
     time.sleep(1000)
 
@@ -216,12 +222,12 @@ def test_a_hang_is_cut_at_the_timeout_and_shows_where_each_rank_is():
     run_ranks(fit, 2)  # new ranks make their group before the time starts; a Trainer resets signals
     start = time.monotonic()
     with pytest.raises(RankError) as failure:
-        run_ranks(wait_for, 2, 1, sleep_long, timeout=10)
+        run_ranks(wait_for, 2, 1, sleep_deep_down, timeout=10)
     assert time.monotonic() - start < 120  # sleep_long takes far longer
     text = str(failure.value)
     assert "rank 0, 1 of 2 did not answer within 10 s in wait_for" in text
     assert "in barrier" in text
-    assert "in sleep_long" in text
+    assert "in sleep_long\n" in text  # the last call of a stack that is longer than what is shown
     assert run_ranks(add_up, 2) == [1.0, 1.0]
 
 

@@ -48,6 +48,8 @@ _GRACE = 2.0
 _STACK_TIME = 10.0
 """Seconds that silent ranks get to print where they are, on a busy machine."""
 _LOG_TAIL = 4000
+_CALLS = 24
+"""Calls of a stack that are shown, from the last one on."""
 _COLLATERAL = re.compile(
     r"connection (closed|reset)|broken pipe|socket closed|gloo/|timed? ?out", re.IGNORECASE
 )
@@ -406,10 +408,20 @@ def _tail(log):
     text = log.read_text(errors="replace") if log.exists() else ""
     crash = text.rfind("Fatal Python error")
     if crash < 0:
-        return text[-_LOG_TAIL:]
+        return _innermost(text)[-_LOG_TAIL:]
     before = text[max(0, crash - _LOG_TAIL // 4) : crash]  # what C++ said: "terminate called ..."
     said, others, crashed = text[crash:].partition("Current thread")
     return before + (f"{said.splitlines()[0]}\n" + others + crashed if others else said)[:_LOG_TAIL]
+
+
+def _innermost(text):
+    """A log with the last calls only of every stack that a silent rank has printed into it."""
+    kept, deep = [], 0
+    for line in text.splitlines(keepends=True):
+        deep = deep + 1 if line.startswith('  File "') and " in " in line else 0
+        if deep <= _CALLS:
+            kept.append(line)
+    return "".join(kept)
 
 
 def _size(log):
