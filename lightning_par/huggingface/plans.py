@@ -102,16 +102,24 @@ def derive_plan(model: Any) -> ParallelPlan:
         )
     plan = _with(plan, refusals=refusals)
     styles = InBlockStyles(model, blocks) if isinstance(blocks, str) else None
-    # One module that is not understood makes the pairs of colwise and rowwise unsafe, so that
-    # every layer's output is gathered instead.
-    if styles is None or styles.problems:
+    if styles is None:
         return _with(plan, tensor=gathered_styles(model), sequence_region="none")
+    tensor = {**_edge_styles(model, f"{blocks}."), **styles.tensor}
+    if styles.unknown:
+        # One module that is not understood makes the pairs of colwise and rowwise around it
+        # unsafe: in this part of a block, the output of every layer is gathered instead.
+        gathered = gathered_styles(model)
+        tensor |= {
+            name: style
+            for name, style in gathered.items()
+            if not name.startswith(f"{blocks}.") or styles.is_unknown(name)
+        }
     return _with(
         plan,
-        tensor={**_edge_styles(model, f"{blocks}."), **styles.tensor},
+        tensor=tensor,
         divided=styles.divided,
         counts=styles.counts,
-        sequence_region="blocks",
+        sequence_region="none" if styles.unknown else "blocks",
     )
 
 

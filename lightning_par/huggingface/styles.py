@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par.plan.parallel_plan import match_pattern, TensorStyle
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 
 __all__ = ["InBlockStyles"]
 
@@ -15,6 +16,8 @@ _OURS: dict[str, TensorStyle] = {
     "colwise": "colwise",
     "colwise_transposed": "colwise_transposed",
     "fused_qkv_transposed": "fused_qkv_transposed",
+    "local_params": "gather_sequence_heads",
+    "mla_kv_a_proj": "replicated_with_grad_allreduce",
     "moe_tp_experts": "expert_shards",
     "replicated_with_grad_allreduce": "replicated_with_grad_allreduce",
     "rowwise": "rowwise",
@@ -47,6 +50,8 @@ _FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
     "roberta": _BERT,
 }
 """`config.model_type` -> pattern -> style."""
+_LATENT = re.compile("(q|kv)_a_(proj|layernorm)(_with_mqa)?")
+"""Names of what makes the latents of queries, keys and values, which the heads of a rank use."""
 
 
 class InBlockStyles:
@@ -60,25 +65,23 @@ class InBlockStyles:
         tensor: FQN pattern -> style, for every module inside the blocks that needs one.
         divided: FQN pattern -> attributes to lower to the local count.
         counts: FQN pattern -> numbers of heads and experts, which the degree has to divide.
-        problems: What is not understood, one sentence each.
+        unknown: FQN patterns of the parts of a block, such as its attention, that hold a module for
+            which no style is known. The fields above say nothing of what is inside of them.
     """
 
     def __init__(self, model: Any, blocks: str) -> None:
         self.tensor: dict[str, TensorStyle] = {}
         self.divided: dict[str, tuple[str, ...]] = {}
         self.counts: dict[str, dict[str, int]] = {}
-        self.problems: list[str] = []
-        self._name, self._config = type(model).__name__, model.config
+        self.unknown: set[str] = set()
+        self._config = model.config
         self._given = self._plan_of(model, blocks)
-        if not self._given:
-            self.problems.append(
-                "neither transformers nor lightning_par has a tensor-parallel plan for "
-                f"{self._name} (model_type {model.config.model_type!r})."
-            )
-            return
         modules = _named_modules(model, blocks)
         self._containers(modules)
-        self._owners(modules)
+        self._owners(modules, len(blocks.split(".")) + 2)
+        for known in (self.tensor, self.divided, self.counts):
+            for fqn in [name for name in known if self.is_unknown(name)]:
+                del known[fqn]
 
     @staticmethod
     def _plan_of(model: Any, blocks: str) -> dict[str, str]:
@@ -120,29 +123,45 @@ class InBlockStyles:
             if isinstance(number, int):
                 yield name, number
 
-    def _owners(self, modules: dict[str, nn.Module]) -> None:
-        """Give a style to every module with parameters of its own."""
+    def _owners(self, modules: dict[str, nn.Module], depth: int) -> None:
+        """Give a style to every module with parameters of its own.
+
+        Args:
+            modules: FQN pattern -> module.
+            depth: Number of components in the name of a part of a block.
+        """
         for fqn, module in modules.items():
             if next(module.parameters(recurse=False), None) is None:
                 continue
             style = self._owner_style(fqn, module)
-            if style is not None:
+            if style is None:
+                self.unknown.add(".".join(fqn.split(".")[:depth]))
+            else:
                 self.tensor[fqn] = style
+
+    def is_unknown(self, fqn: str) -> bool:
+        """Tell whether a module is inside of an `unknown` part.
+
+        Args:
+            fqn: Its name, or its pattern.
+        """
+        names = fqn.split(".")
+        return any(
+            match_pattern(part, ".".join(names[: part.count(".") + 1])) for part in self.unknown
+        )
 
     def _owner_style(self, fqn: str, module: nn.Module) -> TensorStyle | None:
         given = self._style_of(fqn)
         if given is not None:
-            if given == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) != 3:
-                self.problems.append(
-                    f"the forward of {fqn} does not have the three arguments tokens, expert "
-                    "indices and expert weights."
-                )
-            if given not in _OURS:
-                self.problems.append(
-                    f"the plan of transformers gives {fqn} the style {given!r}, which "
-                    "lightning_par does not support."
-                )
-            return _OURS.get(given)
+            is_known = True
+            if given == "moe_tp_experts":
+                # Tokens, indices of their experts, and weights of these.
+                takes = len(inspect.signature(module.forward).parameters)
+                is_known = takes == 3 and isinstance(getattr(module, "num_experts", None), int)
+            elif given == "local_params":
+                own = [name for name, _ in module.named_parameters(recurse=False)]
+                is_known = all(self._style_of(f"{fqn}.{name}") == "colwise" for name in own)
+            return _OURS.get(given) if is_known else None
         # Before the rules for the rest: a factor is inside of what is gathered.
         adapted = self._adapter_style(fqn)
         if adapted is not None:
@@ -150,16 +169,34 @@ class InBlockStyles:
         # Styles of what it is in: containers are done first.
         around = {s for p, s in self.tensor.items() if fqn.startswith(p + ".")}
         # A router, beside experts that see the whole sequence.
-        if "whole_inside" in around and "gather_sequence" not in around:
+        holds_shards = any(TENSOR_STYLES[s].inside == "shards" for s in around)
+        if "whole_inside" in around and not holds_shards:
             return "replicated"
+        # Such as a bias of the router: what surrounds the experts computes alike on every rank.
+        if self.tensor.get(fqn) == "whole_inside":
+            return "whole_inside"
         # A norm between blocks' parts sees only its tokens of the sequence.
         if "norm" in type(module).__name__.lower() and not around:
             return "sequence_parallel"
-        self.problems.append(
-            f"{fqn} ({type(module).__name__}) has parameters, but no style in the tensor-parallel "
-            f"plan of {self._name}."
+        return self._latent_style(fqn)
+
+    def _latent_style(self, fqn: str) -> TensorStyle | None:
+        """Give the style of a module that the plan leaves out beside a latent of keys and values.
+
+        Each rank uses latents for its heads, and so has a part of their gradients. The indexer that
+        chooses tokens runs alike on every rank, without gradients.
+        """
+        around, _, name = fqn.rpartition(".")
+        if name == "indexer" or around.endswith(".indexer"):
+            return "replicated" if self._has_latent(fqn.rpartition(".indexer")[0]) else None
+        is_latent = _LATENT.fullmatch(name) and self._has_latent(around)
+        return "replicated_with_grad_allreduce" if is_latent else None
+
+    def _has_latent(self, attention: str) -> bool:
+        return any(
+            style == "mla_kv_a_proj" and match_pattern(pattern.rpartition(".")[0], attention)
+            for pattern, style in self._given.items()
         )
-        return None
 
     def _adapter_style(self, fqn: str) -> TensorStyle | None:
         """Give the style of a part of a low-rank adapter, which wraps a layer as `base_layer`."""

@@ -32,6 +32,7 @@ TensorStyle = Literal[
     "experts",
     "fused_qkv_transposed",
     "gather_sequence",
+    "gather_sequence_heads",
     "replicated",
     "replicated_inside",
     "replicated_with_grad_allreduce",
@@ -172,6 +173,13 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         crossing="enter",
         inside="shards",
         reason=_OWN_TOKENS,
+    ),
+    "gather_sequence_heads": StyleSpec(
+        meaning="like gather_sequence; its own parameters [heads, ...] are sharded over the heads",
+        weight_dim=0,
+        bias_dim=0,
+        crossing="enter",
+        inside="shards",
     ),
     "replicated": StyleSpec(
         meaning="the same computation on every rank",

@@ -182,6 +182,7 @@ STYLE_FUNCTIONS: Mapping[TensorStyle, Style] = {
     "experts": _experts,
     "fused_qkv_transposed": fused_qkv_transposed,
     "gather_sequence": _gather_sequence,
+    "gather_sequence_heads": _gather_sequence,
     "replicated_inside": _replicated_inside,
     "rowwise": _rowwise,
     "rowwise_transposed": rowwise_transposed,

@@ -173,6 +173,45 @@ family(
     equal="pp2",
 )
 family(
+    "latents_of_keys_and_values",
+    _CAUSAL,
+    transformers.DeepseekV2Config(
+        **_SIZES,
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 12),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 8),
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+        experts_implementation="eager",
+    ),
+    tokens,
+    equal="tp2 tp2pp2",
+    large="tp2_whole_sequence",
+    tolerance=1e-6,
+)
+family(
+    "sinks_of_heads",
+    _CAUSAL,
+    transformers.CONFIG_MAPPING["granite_swa"](**_SIZES, num_key_value_heads=2, sliding_window=4),
+    tokens,
+    equal="tp2",
+    large="tp2pp2",
+    tolerance=1e-6,
+)
+family(
+    "gathered_attention_beside_a_paired_mlp",
+    _CAUSAL,
+    transformers.Olmo2Config(**_SIZES),
+    tokens,
+    equal="tp2",
+    large="tp2pp2",
+    tolerance=1e-6,
+)
+family(
     "router_losses",
     _CAUSAL,
     transformers.MixtralConfig(

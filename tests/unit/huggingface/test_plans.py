@@ -107,8 +107,13 @@ def test_model_without_blocks_is_refused_with_lines_that_work() -> None:
     assert not module.parallel_plan().refusals
 
 
-@pytest.mark.parametrize("entry", ["mlp.up_proj", "self_attn.q_norm"])
-def test_what_is_not_understood_is_gathered_layer_by_layer(entry: str) -> None:
+@pytest.mark.parametrize(
+    ("entry", "unknown", "known"),
+    [("mlp.up_proj", "mlp", "self_attn"), ("self_attn.q_norm", "self_attn", "mlp")],
+)
+def test_a_part_that_is_not_understood_is_gathered_layer_by_layer(
+    entry: str, unknown: str, known: str
+) -> None:
     """Passed over, a norm of sharded heads would be trained on the gradient of a rank's heads."""
     model = FAMILIES["qwen3"]()
     model.tp_plan = {k: v for k, v in model.tp_plan.items() if entry not in k}
@@ -116,8 +121,11 @@ def test_what_is_not_understood_is_gathered_layer_by_layer(entry: str) -> None:
         model.tp_plan["model.layers.*.mlp.up_proj"] = "packed_rowwise"
     plan = derive_plan(model)
     assert plan.sequence_region == "none"
-    assert plan.tensor["model.layers.0.mlp.up_proj"] == "colwise_gather_output"
-    assert plan.tensor["model.layers.0.self_attn.q_norm"] == "replicated"
+    first = {"mlp": "up_proj", "self_attn": "q_proj"}
+    assert plan.tensor[f"model.layers.0.{unknown}.{first[unknown]}"] == "colwise_gather_output"
+    assert plan.tensor[f"model.layers.*.{known}.{first[known]}"] == "colwise"
+    norm = plan.tensor.get("model.layers.0.self_attn.q_norm")
+    assert norm == ("replicated" if unknown == "self_attn" else None)
     check_plan(model, plan, ParallelSizes(tensor=2, pipeline=2))
 
 

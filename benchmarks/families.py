@@ -1,0 +1,202 @@
+"""Families of transformers, trained three steps on each layout: equal to one process, or not.
+
+    python benchmarks/families.py --layouts tp2 pp2 zero3 cp2 tp2pp2 [--only llama] [--out FILE]
+
+Every causal language model of the installed transformers is made with few and small layers and
+random weights; the proof of the first step is off, so that a wrong plan is seen as one. Numbers are
+float64, but for what a family computes in float32 whatever its dtype; hence the tolerance.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lightning_par.callbacks import CommunicationProfiler
+from lightning_par.observe.modes import DoublePrecision
+from tests.support.models.plain_language_model import PlainModule
+from tests.support.ranks.api import close_ranks, RankError, run_ranks
+from tests.support.user_code import Case, LAYOUTS, train_case, world_of
+
+VOCABULARY, LENGTH, TOLERANCE, MOST = 64, 16, 1e-5, 6e5
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "lru_width"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("decoder_ffn_dim", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("rotary_dim",), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(
+        ("index_topk", "mamba_d_state", "state_size", "hidden_size_per_layer_input"), 8
+    ),
+    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "activation_dropout", "embedding_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop"), 0.0),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "sliding_window"), 16),
+    **dict.fromkeys(("num_nextn_predict_layers", "pad_token_id"), 0),
+    **dict.fromkeys(("bos_token_id", "is_decoder"), 1),
+    **dict.fromkeys(("eos_token_id", "mamba_expand"), 2),
+}
+"""Field of a configuration, where it has one that is a number -> its size here."""
+
+FILLED = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
+
+
+def small(config: Any) -> Any:
+    """Return a configuration with small sizes, and with one layer of every kind that it has."""
+    for name, size in SIZES.items():
+        with suppress(Exception):  # a field that follows from others, or differs among the layers
+            value = getattr(config, name)
+            if isinstance(value, int | float) or (value is None and name in FILLED):
+                setattr(config, name, type(value)(size) if value is not None else size)
+    if hasattr(config, "kv_lora_rank"):  # latents, of which every head makes its own keys
+        config.num_key_value_heads = config.num_attention_heads
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        kinds = list(dict.fromkeys(getattr(config, name, None) or ()))
+        if kinds:
+            with suppress(AttributeError):
+                config.num_hidden_layers = max(2, len(kinds))
+                setattr(config, name, kinds if len(kinds) > 1 else kinds * 2)
+    for inner in list(vars(config).values()):
+        if hasattr(inner, "to_dict"):
+            small(inner)
+    return config
+
+
+class Family(PlainModule):
+    """Trains a model of transformers on its own loss; the plan is derived."""
+
+    lr = 0.1
+    parallel_plan = None  # type: ignore[assignment]
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of the model itself."""
+        return self.net(**batch).loss
+
+
+def case_of(family: str) -> Case:
+    """Return the case that trains a family."""
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        config = small(CONFIG_MAPPING[family]())
+        with torch.device("meta"):
+            entries = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if entries > MOST:
+            raise ValueError(f"{entries} entries of parameters: its sizes have other names")
+        # torch's product of groups, of the other implementation, takes no float64.
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        rows = torch.randint(3, VOCABULARY, (24, LENGTH))
+        return Family(model), [{"input_ids": row, "labels": row} for row in rows]
+
+    options = {"max_steps": 3}
+    return Case(
+        make=make, cells={}, strategy={"verify": False}, trainer=options, tolerance=TOLERANCE
+    )
+
+
+class Sent(CommunicationProfiler):
+    """Counts the bytes that this rank sends in the last step over the axis of tensor shards."""
+
+    tensor = 0.0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take what was counted."""
+        entries = self.recording.steps.last().entries
+        self.tensor = sum(entry.sent for entry in entries if entry.axis == "tp")
+        self.recording.stop()
+
+
+def train(rank: int, world: int, family: str, layout: str | None) -> dict[str, Any]:
+    """Train a family on a rank; layout None: with a plain Trainer."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    with DoublePrecision(), TemporaryDirectory() as folder:
+        sent = [Sent(folder=folder)] if layout and "tp2" in layout else []
+        found = train_case(case_of(family), layout, rank, world, watches=sent)
+    found["sent"] = sum(watch.tensor for watch in sent)
+    return found if rank == 0 else {key: found[key] for key in found.keys() & {"refused"}}
+
+
+def outcome(family: str, layout: str, wanted: dict[str, Any]) -> str:
+    """Train a family on a layout; say whether it equals one process."""
+    try:
+        found = run_ranks(train, world_of(layout), family, layout, timeout=90)[0]
+    except RankError as error:
+        text = str(error).splitlines()[0]
+        return ("hangs: " if "did not answer" in text else "crashes: ") + text[:200]
+    if "refused" in found:
+        return "refused: " + " ".join(found["refused"].split())[:300]
+    losses = max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"], strict=True))
+    apart = {n: float((w - wanted["weights"][n]).abs().max()) for n, w in found["weights"].items()}
+    worst = max(apart, key=lambda name: apart[name])
+    if max(losses, apart[worst]) > TOLERANCE:
+        return f"DIFFERS: losses by {losses:.1e}, {worst} by {apart[worst]:.1e}"
+    return f"equal: {found['sent']:.0f} bytes over tp" if found["sent"] else "equal"
+
+
+def rows(only: list[str]) -> Iterator[str]:
+    """Give the families whose names hold one of some texts."""
+    yield from (f for f in sorted(CAUSAL) if not only or any(re.fullmatch(o, f) for o in only))
+
+
+def main() -> None:
+    """Print a line for each cell, and the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layouts", nargs="+", default=["tp2"], choices=LAYOUTS)
+    parser.add_argument("--only", nargs="+", default=[], help="patterns of names")
+    parser.add_argument("--out", type=Path, help="JSON: family -> layout -> outcome")
+    given = parser.parse_args()
+    table: dict[str, dict[str, str]] = {}
+    for family in rows(given.only):
+        try:
+            (wanted,) = run_ranks(train, 1, family, None, timeout=90)
+        except RankError as error:
+            table[family] = {"one process": str(error).splitlines()[0][:200]}
+            print(family, "one process:", table[family]["one process"], flush=True)
+            continue
+        table[family] = {}
+        for layout in given.layouts:
+            start = time.monotonic()
+            table[family][layout] = outcome(family, layout, wanted)
+            seconds = time.monotonic() - start
+            print(family, layout, table[family][layout], f"({seconds:.1f} s)", flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(table, indent=1))
+    counts = Counter((k, v.partition(":")[0]) for cells in table.values() for k, v in cells.items())
+    for (layout, kind), count in sorted(counts.items()):
+        print(f"{layout:20} {kind:10} {count}")
+    close_ranks()
+
+
+if __name__ == "__main__":
+    importlib.import_module("benchmarks.families").main()
