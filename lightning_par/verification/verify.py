@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
 
 from lightning_par.checkpoint.progress import counted
 from lightning_par.engine.batch import batch_size
@@ -57,7 +58,8 @@ def verify(
 
     Args:
         module: The user's LightningModule, which can be pickled.
-        batch: Global batch (of all replicas together), or a list of them, one per step.
+        batch: Global batch (of all replicas together), such as ``next(iter(loader))``; or a list of
+            batches, one per step. A list of tensors is one batch: a DataLoader makes it of pairs.
         strategy: The user's strategy, attached to a Trainer or not; or its registered name.
         steps: Number of steps, 1 or more; a shorter list of batches is repeated.
         devices: Number of ranks of the user's mesh; None: that of the strategy's Trainer, or the
@@ -80,7 +82,8 @@ def verify(
             f"verify(..., strategy={strategy!r}) needs a strategy of lightning_par, such as "
             "Hybrid3DStrategy(tensor_parallel_size=2), or its name, such as 'hybrid3d'.",
         )
-    batches = batch if isinstance(batch, list) else [batch]
+    is_one = not isinstance(batch, list) or any(isinstance(entry, Tensor) for entry in batch)
+    batches = [batch] if is_one else batch
     chosen = [batches[step % len(batches)] for step in range(steps)] if batches else []
     asked = _find_sizes(strategy, devices)
     check_batches(chosen, shrink(asked))

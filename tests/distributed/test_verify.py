@@ -73,6 +73,14 @@ class Tagger(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class PairTagger(Tagger):
+    """Takes what a DataLoader makes of pairs: a list of two tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, tags = batch
+        return super().training_step({"tokens": tokens, "tags": tags}, batch_idx)
+
+
 def make_tagger() -> Subject:
     rows = torch.randint(37, (STEPS, 4, 6), generator=torch.Generator().manual_seed(3))
     batches = [{"tokens": row, "tags": row % 5} for row in rows]
@@ -196,6 +204,15 @@ def test_module_in_hand_is_verified_and_left_alone() -> None:
     assert len(report.rows) == 2
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
     assert not any(value.is_shared() for value in module.state_dict().values())
+
+
+@pytest.mark.exhaustive
+def test_a_list_of_tensors_is_one_batch() -> None:
+    rows = torch.randint(37, (4, 6), generator=torch.Generator().manual_seed(3))
+    strategy = Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=1)
+    report = verify(PairTagger(), [rows, rows % 5], strategy, steps=2)
+    assert report.equal, str(report)
+    assert len(report.rows) == 2
 
 
 YAML = f"""
