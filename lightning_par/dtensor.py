@@ -89,9 +89,9 @@ def local_box(name: str, tensor: Tensor) -> Box:
     if held != box.shape:
         raise CheckpointError(
             "LP505",
-            f"{name} has the shape {tuple(tensor.shape)}, and its shard on this rank has {held}, "
-            f"but the placements {tensor.placements} on {tuple(mesh.shape)} ranks give a shard of "
-            f"{box.shape}. Shard it as torch.chunk does.",
+            f"{name} has the shape {tuple(tensor.shape)}. Its shard on this rank has the shape "
+            f"{held}, but the placements {tensor.placements} on {tuple(mesh.shape)} ranks give the "
+            f"shape {box.shape}. Shard it as torch.chunk does.",
         )
     return box
 

@@ -314,7 +314,7 @@ def _unused(given: Mapping[str, Size], tp: int, pp: int, cp: int, dp: int, num_d
     if cp > 1:
         chosen["context_parallel_size"] = cp
     by_auto = [f"{n}={v}" for n, v in chosen.items() if given[n] == "auto"]
-    note = f" with {' and '.join(by_auto)}, which 'auto' gave," if by_auto else ""
+    note = f" (with {' and '.join(by_auto)}, chosen by 'auto')" if by_auto else ""
     needs = math.prod(chosen.values()) * dp
     return (
         f"{_product(given)}{note} needs exactly {needs} devices, but the Trainer has "

@@ -54,8 +54,8 @@ class FirstStepProof(Callback):
             raise ConfigurationError(
                 "LP808",
                 "the callback FirstStepProof is not needed with "
-                f"{type(trainer.strategy).__name__}, which compares its steps with one process "
-                "itself (verify=). Remove the callback.",
+                f"{type(trainer.strategy).__name__}, which itself compares its steps with those of "
+                "a run on one process (verify=). Remove the callback.",
             )
         if stage != "fit":
             return
@@ -121,6 +121,6 @@ def _warn_of_repeats(loaders: Any, stage: str) -> None:
                 rank_zero_warn(
                     f"{stage} uses {sampler.total_size - length} of {length} samples twice, so "
                     f"that all {sampler.num_replicas} replicas have the same number of samples. "
-                    "One process uses each sample once. Use a number of samples that is a "
-                    f"multiple of {sampler.num_replicas}, or run {stage} on one device."
+                    "A run on one process uses each sample once. Use a number of samples that is "
+                    f"a multiple of {sampler.num_replicas}, or run {stage} on one device."
                 )

@@ -25,7 +25,10 @@ def last_picture(trainer: pl.Trainer, path: Path | None, name: str, *, draws: bo
         return None
     # An optional dependency: its absence must not fail a run that has trained.
     if find_spec("matplotlib") is None:
-        rank_zero_warn(f"{name} is not drawn, since matplotlib is not installed.")
+        rank_zero_warn(
+            f"the picture {name} is not drawn, since matplotlib is not installed. Install it with: "
+            'pip install "lightning-par[plot]"'
+        )
         return None
     path = path or Path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)

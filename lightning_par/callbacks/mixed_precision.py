@@ -219,7 +219,9 @@ def _float8_problems(recipe: str, device: torch.device) -> list[str]:
     if find_spec("torchao") is None:
         problems.append(f"float8={recipe!r} needs torchao: pip install 'lightning-par[float8]'.")
     elif not _is_there(needed.module):
-        problems.append(f"float8={recipe!r} needs a torchao with {needed.module}, such as 0.18.")
+        problems.append(
+            f"float8={recipe!r} needs a version of torchao that has {needed.module}, such as 0.18."
+        )
     least = f"{needed.capability[0]}.{needed.capability[1]}"
     needs = f"float8={recipe!r} needs a GPU of compute capability {least} or higher"
     if device.type != "cuda":

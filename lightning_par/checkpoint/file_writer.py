@@ -125,7 +125,7 @@ class FileSave(Save):
         if not self._partial.exists():
             raise CheckpointError(
                 "LP508",
-                f"{self._partial.name}, which rank 0 created, does not exist for this rank. Save "
+                f"this rank does not see the file {self._partial.name}, which rank 0 created. Save "
                 "into a folder that all nodes share",
             )
         part, files = self.part, {}

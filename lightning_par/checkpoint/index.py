@@ -205,9 +205,9 @@ class Index:
                     boxes = [(c.offset, c.shape) for c in entry.chunks]
                     raise CheckpointError(
                         "LP502",
-                        f"the index is not valid: {name} ({kind}) has the shape {entry.shape}, "
-                        f"but its parts, given by offset and shape, {boxes}, do not fill this "
-                        "shape exactly once, so this checkpoint cannot be used.",
+                        f"the index of the checkpoint is damaged: the stored parts of {name} "
+                        f"({kind}) do not fill its shape {entry.shape} exactly once. The offset "
+                        f"and the shape of each part are {boxes}. Use another checkpoint.",
                     )
 
 

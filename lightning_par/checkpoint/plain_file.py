@@ -178,7 +178,7 @@ def check_state(state: Any, path: Any) -> None:
         )
     wrong = [k for k, (kind, none) in _TYPES.items() if not isinstance(state.get(k, none), kind)]
     if wrong:
-        kinds = ", ".join(f"{key} is a {type(state[key]).__name__}" for key in wrong)
+        kinds = ", ".join(f"its entry {key!r} is a {type(state[key]).__name__}" for key in wrong)
         raise CheckpointError(
             "LP502", f"{path} is not a valid checkpoint: {kinds}. Use another checkpoint."
         )

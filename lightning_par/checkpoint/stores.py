@@ -79,7 +79,7 @@ class Store(ABC):
             return f"{name} cannot be read: {error}"
         if f"{found:08x}" == written:
             return None
-        return f"{name} is damaged: its checksum is {found:08x}, {written} was written"
+        return f"{name} is damaged: its checksum is {found:08x} instead of {written}"
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file or record."""
@@ -154,7 +154,9 @@ class FolderStore(Store):
         check_regular(path)
         found = path.stat().st_size
         if found != length:
-            raise CheckpointError("LP502", f"{name} has {found} bytes, but {length} were written")
+            raise CheckpointError(
+                "LP502", f"{name} is damaged: it has {found} bytes instead of {length}"
+            )
         # Through one buffer: a file may be larger than the memory.
         block = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:

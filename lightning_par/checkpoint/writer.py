@@ -292,8 +292,8 @@ class FolderSave(Save):
         # On a node of its own disk a rank wrote successfully, and rank 0 would publish without
         # it.
         problems = [
-            f"rank {r.rank} wrote {name}, but the file does not exist for rank {reports[0].rank}; "
-            "save into a folder that all nodes share"
+            f"rank {reports[0].rank} does not see the file {name}, which rank {r.rank} wrote; save "
+            "into a folder that all nodes share"
             for r in reports
             for name in r.files
             if not (folder / name).exists()

@@ -164,8 +164,8 @@ def _place_on_cpu(trainer: Mapping[str, Any]) -> dict[str, Any]:
     if accelerator not in ("auto", "cpu") and not torch.accelerator.is_available():
         raise ConfigurationError(
             "LP905",
-            f"trainer.devices={number!r} is no number of devices, and there are none to count: "
-            f"this machine has no device of trainer.accelerator={accelerator!r}. Pass a number, "
+            f"trainer.devices={number!r} stands for all devices of this machine, but this machine "
+            f"has no device of trainer.accelerator={accelerator!r}. Pass the number of devices, "
             "such as --trainer.devices=8.",
         )
     return {}

@@ -85,7 +85,8 @@ def find_batch_dims(
         raise PlanError(
             "LP301",
             f"entries of BatchLayout have different numbers of samples: {declared}. If a batch "
-            "dim is not dim 0, declare it in batch_dims=. Name entries without one in whole=.",
+            "dim is not dim 0, declare it in batch_dims=. Name entries without a batch dim in "
+            "whole=.",
         )
     seen = {extents[path][0] for path in known if path in extents}
     given = {*sizes} & {size for size, _ in extents.values()}
@@ -156,12 +157,13 @@ class BatchDimsFinder:
         elif must_know:
             raise PlanError(
                 "LP301",
-                "the shapes of the batch entries do not tell which of them have a batch dim: "
-                f"{dims.unsure}. This is needed for {self._divided}. Declare entries with a batch "
-                "dim in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
-                "without one in BatchLayout(whole=(entry, ...)). If a batch cannot be cut, use "
-                "num_microbatches=1 instead. If replicas get unequal numbers of samples in a step, "
-                "pass loss_weight='samples' for a loss that is a mean, or 'sum' for a sum.",
+                f"a batch cannot be divided over {self._divided}, since the sizes of its entries "
+                f"do not show which of them have a batch dim: {dims.unsure}. Declare entries with "
+                "a batch dim in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or "
+                "entries without a batch dim in BatchLayout(whole=(entry, ...)). If a batch cannot "
+                "be cut, use num_microbatches=1 instead. If replicas get unequal numbers of "
+                "samples in a step, declare loss_weight='samples' for a loss that is a mean, or "
+                "loss_weight='sum' for a sum.",
             )
         return dims
 
@@ -415,8 +417,8 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
         raise PlanError(
             "LP302",
             f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
-            f"its shape is {shape}{' (it is None)' * (entry is None)}. In "
-            "BatchLayout correct this, and leave out entries that some batches lack.",
+            f"{'this entry is None' if entry is None else f'its shape is {shape}'}. Correct "
+            "BatchLayout(sequence_dims=...), and leave out entries that some batches lack.",
         )
     return int(shape[dim])
 
@@ -488,8 +490,9 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
     if labels is None:
         raise PlanError(
             "LP302",
-            f"the batch has no entry {path!r}, the labels in BatchLayout. If some batches lack "
-            "labels, declare none, as in ParallelPlan(batch=BatchLayout()).",
+            f"the batch has no entry {path!r}, which BatchLayout declares as the labels. Add this "
+            "entry to every batch. If some batches have no labels, declare none, as in "
+            "ParallelPlan(batch=BatchLayout()).",
         )
     if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)

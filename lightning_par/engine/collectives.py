@@ -306,12 +306,11 @@ class _NoGradient(torch.autograd.Function):
         raise ConfigurationError(
             "LP320",
             "the step computes a gradient of a gradient (create_graph=True), but an operation in "
-            "it has no second derivative on this mesh. These operations are the cross-entropy of "
-            "logits sharded over the vocabulary, the dispatch of tokens to experts of other "
-            "ranks, attention on divided sequences, and reading a sharded parameter in the step. "
-            "Depending on which of them the step uses, give the head the style "
-            "'colwise_gather_output', or use expert_parallel_size=1, context_parallel_size=1 or a "
-            "zero_stage below 3.",
+            "it has no second derivative on this mesh. If it is the cross-entropy of logits "
+            "sharded over the vocabulary, give the head the style 'colwise_gather_output'. If "
+            "tokens are sent to experts of other ranks, use expert_parallel_size=1. If attention "
+            "runs on divided sequences, use context_parallel_size=1. If the step reads a sharded "
+            "parameter, use a zero_stage below 3.",
         )
 
 

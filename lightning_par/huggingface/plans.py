@@ -25,7 +25,7 @@ _SHIFTED = "shift_labels"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CURE = (
     "Use data_parallel_size=1 and, under a pipeline, num_microbatches=1 (accumulate_grad_batches "
-    "stays possible: it divides batches as on one process)."
+    "is still possible: it works as in a run on one process)."
 )
 _PASTE = (
     "Or declare a plan yourself: give your LightningModule a method\n    def "

@@ -79,7 +79,7 @@ def shape_of(
             why = f"the example has T={found.length}, not {length}"
         except ConfigurationError as error:
             why = error.message
-        _logger.info("fused norms and activations are assumed: %s", why)
+        _logger.info("the prediction assumes fused norms and activations, since %s", why)
     unread = ""
     # A configuration says nothing of frozen weights, which have no gradient and no state.
     if all(parameter.requires_grad for parameter in module.parameters()):

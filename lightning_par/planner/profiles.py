@@ -202,7 +202,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         if min((eager, *exchange, stage_start)) < 0:
             raise ValueError("no time and no rate can be less than 0")
         if any(wait < -_shortest_start(collectives, k) for k, wait in enumerate(waits)):
-            raise ValueError("a collective would take less than no time")
+            raise ValueError("a number in `waits` gives a collective a negative time")
         if set(constants) != numbers - {"stage_start"} or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:

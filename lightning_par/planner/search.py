@@ -158,8 +158,8 @@ class Planner:
             raise MeshError(
                 "LP105",
                 f"no layout of {space.devices} devices can train this model with {space.samples} "
-                "samples a step: in none of them do the samples divide over the replicas, the "
-                "heads over the tensor-parallel ranks and the blocks over the stages. Use another "
+                "samples a step. In a layout the samples have to be divisible by the replicas, the "
+                "heads by the tensor-parallel ranks, and each stage needs a block. Use another "
                 "number of samples or of nodes.",
             )
         # Checked by memory first: it costs microseconds, and leaves few layouts to time.

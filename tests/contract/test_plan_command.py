@@ -119,8 +119,8 @@ def test_devices_that_are_absent_and_not_counted_are_named(
     yaml = GPUS.replace("devices: 8", "devices: -1")
     status, _, err = command(tmp_path, monkeypatch, capsys, "plan", yaml=yaml)
     assert status == 1
-    assert "trainer.devices=-1 is no number of devices" in err
-    assert "trainer.accelerator='gpu'. Pass a number, such as --trainer.devices=8." in err
+    assert "trainer.devices=-1 stands for all devices of this machine" in err
+    assert "'gpu'. Pass the number of devices, such as --trainer.devices=8." in err
     status, out, err = command(
         tmp_path, monkeypatch, capsys, "plan", "--trainer.devices=8", yaml=yaml
     )

@@ -160,8 +160,8 @@ REFUSED = {
     ),
     "data given": (
         {"devices": 8, "data": 1},
-        r"data_parallel_size=1 with tensor_parallel_size=2 and pipeline_parallel_size=2, which "
-        r"'auto' gave, needs exactly 4 devices, but the Trainer has 8\. Use 4 devices, or "
+        r"data_parallel_size=1 \(with tensor_parallel_size=2 and pipeline_parallel_size=2, chosen "
+        r"by 'auto'\) needs exactly 4 devices, but the Trainer has 8\. Use 4 devices, or "
         r"data_parallel_size=2 or 'auto'\. \[lightning-par explain LP102\]$",
     ),
     "beyond a node": (

@@ -100,8 +100,8 @@ def _check_rows(most: int, max_rows: int) -> None:
     if most > max_rows:
         raise ConfigurationError(
             "LP319",
-            f"expert_max_rows={max_rows}: in this forward up to {most} rows, one for each "
-            "expert of a token, may be sent to the experts of one rank. Use "
+            f"expert_max_rows={max_rows}: in this forward up to {most} rows may be sent to the "
+            "experts of one rank, since each token is sent as one row to each of its experts. Use "
             f"expert_max_rows={most} or more, or smaller batches. With expert_max_rows=None only "
             "the rows that are needed are sent, but the CPU waits for the GPU in each layer.",
         )

@@ -141,9 +141,10 @@ class ConstructionRecord:
         if any(id(e) in self._tape.leaked for e in entries):
             raise PlanError(
                 "LP209",
-                f"the initialization of the parameter {name} reads random values that a buffer of "
-                "the model keeps, too. The parameter is drawn again after configure_model, which "
-                "gives other values than the buffer has. Draw the two separately.",
+                f"the parameter {name} is initialized from random values that a buffer of the "
+                "model also keeps. After configure_model the values of the parameter are drawn "
+                "again, but those of the buffer are not, so the two would no longer agree. Draw "
+                "the values of the parameter and of the buffer separately.",
             )
 
     def _replay(

@@ -76,9 +76,10 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
     if folder.is_dir() and not _is_private(folder):
         raise OffloadError(
             "LP612",
-            f"{folder} holds compiled code, but it belongs to another user or other users can "
-            f"write to it. They could run code as you. Use `chmod 700 {folder}`, or another "
-            "folder in XDG_CACHE_HOME.",
+            f"the folder {folder} holds compiled code, but other users can write to the folder, "
+            "or it belongs to another user. They could put code there that your processes run. If "
+            f"the folder is yours, use `chmod 700 {folder}`. Otherwise set XDG_CACHE_HOME to "
+            "another folder.",
         )
     # Loading a library runs code: one that somebody else may have written is compiled anew.
     if library.is_file() and _is_private(library):

@@ -304,8 +304,9 @@ class HostOptimizer:
         if missing:
             raise CheckpointError(
                 "LP507",
-                f"the optimizer of the checkpoint was not Adam: it has {', '.join(states)}, but "
-                f"no {', '.join(missing)}. Use that optimizer, or load only the weights.",
+                f"the optimizer of the checkpoint was not Adam: its states lack "
+                f"{', '.join(missing)}. Use that optimizer without offloading, or load only the "
+                "weights.",
             )
         for name, target in held.targets(states).items():
             if name in states:

@@ -133,8 +133,8 @@ def _map_file(folder: Path, size: int) -> tuple[mmap.mmap, int | None]:
             free = shutil.disk_usage(folder).free
             raise OffloadError(
                 "LP602",
-                f"{asked}: this rank needs {size:,} bytes there, and {free:,} are free. Use "
-                'another folder, state_dtype="bfloat16", or more ranks.',
+                f"{asked}: this rank needs {size:,} bytes there, but only {free:,} bytes are "
+                'free. Use another folder, state_dtype="bfloat16", or more ranks.',
             ) from error
         raise OffloadError(
             "LP602",

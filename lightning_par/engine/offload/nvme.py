@@ -178,8 +178,8 @@ def _transfer(
             if not moved:
                 raise OffloadError(
                     "LP602",
-                    "the file of optimizer states on the disk is shorter than it was written. Use "
-                    "another disk in offload_optimizer='nvme:/folder', or offload_optimizer=True.",
+                    "the file of optimizer states on the disk has become shorter. Use another disk "
+                    "in offload_optimizer='nvme:/folder', or offload_optimizer=True.",
                 )
             done += moved
         at += size

@@ -101,14 +101,14 @@ class OffloadOptions:
         if fraction != 1 and self.accumulate_on == "host":
             yield (
                 f"accumulate_on='host' is not supported with offload_fraction={fraction}, since "
-                "gradients of the part on the device are accumulated there. Use only one of these "
-                "options."
+                "the gradients of parameters that are not offloaded are accumulated on the device. "
+                "Use only one of these options."
             )
         if self.offload_parameters and (fraction != 1 or self.delayed_update is not False):
             yield (
                 "offload_parameters=True needs offload_fraction=1.0 and delayed_update=False, "
-                f"since it writes every parameter in place, but they are {fraction} and "
-                f"{self.delayed_update}."
+                f"since it writes every parameter in place, but offload_fraction={fraction} and "
+                f"delayed_update={self.delayed_update} were passed. Leave these two out."
             )
 
     @property

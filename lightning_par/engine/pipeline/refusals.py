@@ -13,10 +13,10 @@ class PassedOverError(PipelineError):
         """Say it of a stage that ends before the block with this number."""
         return cls(
             "LP406",
-            f"the step returned before it had called block {block}. The step skipped blocks, "
-            "returned early, or caught the BaseException that ends a stage (a bare `except:` "
-            "around the model call). Call the whole model once for every batch, and catch "
-            "Exception. To skip a batch, remove it in the data set or collate_fn; or use "
+            f"the step returned before it had called block {block}. If the step skips blocks or "
+            "returns early, let it call the whole model once for every batch; to skip a batch, "
+            "remove it in the data set or collate_fn. If a bare `except:` around the model call "
+            "caught the BaseException that ends a stage, write `except Exception:`. Or use "
             "pipeline_parallel_size=1.",
         )
 

@@ -222,6 +222,7 @@ def _documents(file: Path, key: str) -> Iterator[tuple[bytes, str]]:
                 raise ConfigurationError(
                     "LP910",
                     f"{file}, line {number} is not a JSON object with a text in its field "
-                    f"{key!r}. Pass the name of another field, or remove the line.",
+                    f"{key!r}. Pass the name of the right field as key= (--key), or remove the "
+                    "line.",
                 )
             yield text.encode(), ""

@@ -106,7 +106,7 @@ class Choice:
 
     def __str__(self) -> str:
         left_out = (
-            (f" A layout that was preferred is not possible: {self.left_out}")
+            (f" A layout that auto_parallel prefers is not possible: {self.left_out}")
             if self.left_out
             else ""
         )

@@ -118,9 +118,9 @@ class FirstSteps:
     def _advice(self) -> str:
         if self._choice.is_measured:
             return (
-                f" The device profile {self._choice.profile!r} was measured on a machine. Other "
-                "programs may have used the machine then, or use it now. With accumulated batches "
-                "the time also includes waiting for data."
+                " The prediction is wrong if other programs use this machine now, or used it when "
+                f"the device profile {self._choice.profile!r} was measured. With accumulated "
+                "batches the time also includes waiting for data."
             )
         return (
             f" The device profile {self._choice.profile!r} has the numbers of a datasheet, so "

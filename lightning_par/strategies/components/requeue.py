@@ -38,4 +38,5 @@ def link_requeue_checkpoint(path: str, trainer: pl.Trainer) -> None:
         # Relative: the folders may be mounted elsewhere for the next run.
         link.symlink_to(os.path.relpath(saved.resolve(), folder.resolve()))
     except OSError as error:
-        _log.warning("ckpt_path='last' will not find %s: no link %s: %s", path, link, error)
+        text = "ckpt_path='last' will not find %s, since the link %s to it cannot be made: %s"
+        _log.warning(text, path, link, error)

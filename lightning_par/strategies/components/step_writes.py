@@ -139,8 +139,8 @@ class StepWrites:
         self._has_warned = True
         rank_zero_warn(
             f"{type(self._module).__name__}.{name} writes to a logger, the terminal or a file, or "
-            f"asks whether its rank is 0. Under a pipeline it runs once for each of {count} "
-            f"micro-batches, so it writes {count} times, where one process writes once for the "
+            f"asks whether its rank is 0. Under a pipeline the step runs once for each of {count} "
+            f"micro-batches, so it writes {count} times. A run on one process writes once for the "
             "whole batch. Use self.log; or return the values together with the loss, as in "
             "{'loss': loss, 'best': best}, and write outputs['best'] in on_train_batch_end; or "
             "use num_microbatches=1."

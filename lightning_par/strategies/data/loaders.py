@@ -351,7 +351,8 @@ class ReplicaLoaders:
             for name, value in vars(owner).items():
                 # By name in the source: equal shapes are needed on all replicas then.
                 if names_in(value) & _GATHERS:
-                    return f"{owner.__name__}.{name} gathers values from all replicas"
+                    who = f"{owner.__name__}.{name}"
+                    return f"{who} gathers values of equally many samples from all replicas"
         return ""
 
 

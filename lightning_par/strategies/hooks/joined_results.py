@@ -174,9 +174,9 @@ class JoinedResults:
             rank_zero_warn(
                 f"hooks read {', '.join(own)}, which {step} returns. On each of "
                 f"{self._mesh.sizes.data} replicas these values are computed from the samples of "
-                "this replica only; on one process they are computed from all samples. Gather "
-                "them in the hook with self.all_gather on every rank, or log the results in the "
-                "step with sync_dist=True."
+                "this replica only. A run on one process computes them from all samples. Gather "
+                "the values in the hook with self.all_gather on every rank, or log the results in "
+                "the step with sync_dist=True."
             )
         if step not in self._left_alone:
             whole = {name for name, value in numbers.items() if _is_whole(value) and name != _LOSS}

@@ -90,13 +90,13 @@ _DRAWS_IN_PLACE = _names(
     "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 )
 _CURE = (
-    "Call a forward on every rank, outside of `if trainer.is_global_zero`, and print or write its "
-    "result on one rank. Each rank holds only a part of the weights: "
-    "trainer.strategy.full_parameter(name) returns a whole weight, and "
-    "trainer.strategy.gather_state_dict() all weights on rank 0. Every rank has to call these. "
-    "Loop over module.named_parameters(), which has the same order on all ranks. A logger writes "
-    "on rank 0 only: first compute arrays on every rank (p.detach().numpy(), p.grad.numpy()), "
-    "then pass them to the logger."
+    "Every rank has to make the same calls in the same order, since each rank holds only a part "
+    "of the weights. Call a forward on every rank, outside of `if trainer.is_global_zero`, and "
+    "print or write its result on one rank. On every rank also call "
+    "trainer.strategy.full_parameter(name), which returns a whole weight, and "
+    "trainer.strategy.gather_state_dict(), which returns all weights on rank 0. A logger writes on "
+    "rank 0 only: first compute arrays on every rank (p.detach().numpy(), p.grad.numpy()). Loop "
+    "over module.named_parameters(), which has the same order on all ranks."
 )
 
 

@@ -123,11 +123,11 @@ def check_references(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             "LP610",
             f"the optimizer {kind} stores parameters or copies of them in {' and '.join(found)}, "
-            "outside of param_groups and state. Its update may need whole tensors, but these "
-            "replace the shards in param_groups only. Read the parameters from param_groups, and "
-            "store copies of them in self.state[parameter]. Or, if the update of each entry of a "
-            f"weight depends only on the gradient and states of this entry, set {LOOKS_ACROSS} = "
-            f"'entry' in the class {kind}.",
+            "outside of param_groups and state. Its update may need whole tensors, but whole "
+            "tensors replace the shards in param_groups only. Read the parameters from "
+            "param_groups, and store copies of them in self.state[parameter]. Or, if the update "
+            "of each entry of a weight depends only on the gradient and states of this entry, set "
+            f"{LOOKS_ACROSS} = 'entry' in the class {kind}.",
         )
 
 

@@ -114,7 +114,7 @@ class DeferredSignals(pl.Callback):
         # Once for each: a scheduler sends a signal again until the process ends.
         if number in self._waiting or number == self._ending:
             return
-        _logger.info("signal %d is answered once this batch has ended.", number)
+        _logger.info("signal %d will be handled when this batch has ended.", number)
         self._waiting.append(number)
         if self._agreement is None:
             self._join()
@@ -221,7 +221,7 @@ class _Agreement:
             self._number = None  # last: the thread, which takes no lock to see it, may go on
             self._changed.notify_all()
         if verdict == _OVER:
-            _logger.warning("signal %d is not answered: the run has ended.", number)
+            _logger.warning("signal %d is not handled, since the run has ended.", number)
             return []
         return [number]
 

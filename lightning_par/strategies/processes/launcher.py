@@ -258,8 +258,8 @@ def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
     new = [p for p in given if id(p) not in held]
     if len(new) < len(given):
         rank_zero_warn(
-            f"{len(given) - len(new)} of the {len(given)} parameters that should be added to the "
-            "optimizer are already in it, and stay in their parameter group. At first, pass the "
-            "optimizer only parameters with requires_grad=True."
+            f"{len(given) - len(new)} of the {len(given)} parameters that are added to the "
+            "optimizer are already in it, and stay in their parameter group. In "
+            "configure_optimizers, pass the optimizer only parameters with requires_grad=True."
         )
     return new

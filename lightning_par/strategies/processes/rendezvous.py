@@ -130,9 +130,9 @@ def _absent(missing: Sequence[int], port: int, limit: timedelta) -> MeshError:
     named = "rank " + ", ".join(map(str, missing))
     return MeshError(
         "LP707",
-        f"{named} did not come to the rendezvous at port {port} within {limit}. It ended before "
-        "its Trainer ran, or was never started. Look at the first error in its log, and start all "
-        "ranks again.",
+        f"{named} did not come to the rendezvous at port {port} within {limit}. A missing rank "
+        "ended before its Trainer ran, or was never started. Look at the first error in its log, "
+        "and start all ranks again.",
     )
 
 

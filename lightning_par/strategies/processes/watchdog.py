@@ -194,9 +194,9 @@ class RankWatch:
         said, hook = self._describe(causes), hook_of(error)
         if causes.dead and hook:
             said += (
-                f" Or this rank called a different collective than that rank in {hook}, which "
-                "ends a process that uses gloo. Move calls that communicate out of `if "
-                "trainer.is_global_zero` there, so that every rank makes them."
+                f" Another possible cause: in {hook} this rank and that rank called different "
+                "collectives, which ends a process that uses gloo. Move calls that communicate "
+                "out of `if trainer.is_global_zero` there, so that every rank makes them."
             )
         error.add_note(said)
         if causes.failed and not causes.dead:
@@ -345,7 +345,7 @@ class RankWatch:
             )
         if causes.failed:
             return (
-                f"{_few(causes.failed)}. The traceback of that rank shows the cause: mend that "
+                f"{_few(causes.failed)}. The traceback of that rank shows the cause: correct that "
                 "error."
             )
         if causes.silent:

@@ -128,7 +128,7 @@ class Judge:
         """
         if not self._has_valid_labels:
             raise CannotProveError(
-                "its batch has no label that counts, for which the loss of one process is NaN"
+                "its batch has no label that counts, so the loss on one process is NaN"
             )
         is_later = self.given.start.is_later
         feeds = all(g is not None for g in self.noted.gradients[-1:])

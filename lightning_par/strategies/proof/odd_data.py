@@ -60,8 +60,8 @@ def find_odd(judge: Judge, before: Sequence[Size]) -> str | None:
     start, rows = judge.given.start, _odd_rows(judge, number)
     return (
         f"{judge.step[0].upper()}{judge.step[1:]} (epoch {start.epoch}, batch "
-        f"{start.batch + number}): {what}. One process computes the same values, so the cause "
-        f"is not the mesh or a device. Look at the data of this batch.{rows}"
+        f"{start.batch + number}): {what}. A run on one process computes the same values, so "
+        f"the cause is not the mesh or a device. Look at the data of this batch.{rows}"
     )
 
 
@@ -92,5 +92,8 @@ def _odd_rows(judge: Judge, number: int) -> str:
     if not odd or len(odd) == len(losses):
         return ""
     named = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
-    rows = f"row {named} is" if len(odd) == 1 else f"rows {named} are"
-    return f" Of the samples, {rows} odd on their own (counted from 0 in the global batch)."
+    rows = f"row {named} has" if len(odd) == 1 else f"rows {named} have"
+    return (
+        f" Computed one by one, {rows} an unusual loss (rows are counted from 0 in the global "
+        "batch)."
+    )

@@ -74,9 +74,9 @@ def check_compiled(
         if not options.sequence_parallel or resolved.plan.sequence_region == "none":
             problems.append(
                 f"{asked} sequence parallelism, since it overlaps the all-gathers and "
-                "reduce-scatters of sequence parallelism with computation. Here sequence "
-                "parallelism is off, by sequence_parallel=False or by sequence_region='none' of "
-                "the plan."
+                "reduce-scatters of sequence parallelism with computation. Remove "
+                "sequence_parallel=False from the strategy, and sequence_region='none' from the "
+                "plan."
             )
         if device.type != "cuda":
             problems.append(f"{asked} GPUs, but the Trainer runs on {device.type}.")

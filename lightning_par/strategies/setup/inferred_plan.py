@@ -199,8 +199,8 @@ def _inferred(
         rank_zero_info(
             f"{lacks}; inferred from its {step}:\n"
             f"{describe_inferred(plans[key], module)}\n"
-            "Return it from a parallel_plan() to change it or to skip this; "
-            "`lightning-par verify` proves it."
+            "To change this plan, or to skip the inference, return a plan from parallel_plan(). "
+            "`lightning-par verify` compares training by this plan with one process."
         )
     return plans[key]
 

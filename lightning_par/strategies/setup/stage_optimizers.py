@@ -276,7 +276,7 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
             "gradients in each step on this rank.",
             type(optimizer).__name__,
             "parameters of several stages" if across_model else "whole parameters",
-            "each is gathered on one rank, which computes its update"
+            "each parameter is gathered on one rank, which computes its update"
             if step.has_owners
             else "every rank gathers them and computes the same update",
             step.bytes_in_step / _MIB,

@@ -51,16 +51,16 @@ def check_world_reads(make: Callable[[pl.Trainer], None], trainer: pl.Trainer) -
         raise ConfigurationError(
             "LP416",
             f"configure_optimizers computes {name}={value} of a learning-rate schedule from the "
-            f"number of processes ({places[0]}); with one process it is {one}. A step trains one "
+            f"number of processes ({places[0]}); on one process it is {one}. A step trains one "
             "global batch on any number of processes, so the schedule must not depend on this "
             "number. Use trainer.estimated_stepping_batches, or write the number itself.",
         )
     raise ConfigurationError(
         "LP416",
         f"configure_optimizers computes {name}={value} from the number of processes "
-        f"({places[0]}); on one process it is {one}, so the result would differ from one process "
-        f"with the same global batch. Write {name}={one}, the value of one process, or read it "
-        "from a hyperparameter of the module.",
+        f"({places[0]}); on one process it is {one}, so the result would differ from a run on one "
+        f"process with the same global batch. Write {name}={one}, or read the value from a "
+        "hyperparameter of the module.",
     )
 
 

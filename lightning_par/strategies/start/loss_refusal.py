@@ -48,7 +48,7 @@ def refusal_of_loss(
         "does not follow from the losses of its parts.",
         "Why: the loss of a batch was compared with the losses of its parts. It is neither "
         f"{rule.name}, nor their sum, nor a mean over labels, so the gradients would differ from "
-        "those of one process.",
+        "those of a run on one process.",
         "What to write:",
         *(f"  - {cure}" for cure in cures),
         "No weight was changed.",

@@ -39,9 +39,9 @@ def warn_of_own_outputs(
     """
     if seen.writes:
         rank_zero_warn(
-            f"{step} writes to a logger, the terminal or a file. Rank 0 writes the values of its "
-            f"own samples, those of one of {replicas} replicas, as with DDP; one process would "
-            "write the values of the whole batch. Use self.log(name, value); or call "
+            f"{step} writes to a logger, the terminal or a file. Rank 0 writes only the values of "
+            f"its own samples, which belong to one of {replicas} replicas (as with DDP). A run on "
+            "one process writes the values of the whole batch. Use self.log(name, value); or call "
             "self.all_gather(value) on every rank, and write on rank 0."
         )
     loop = _LOOPS.get(step)
@@ -53,8 +53,8 @@ def warn_of_own_outputs(
             rank_zero_warn(
                 f"{step} stores values in {attributes}, which {hook} reads. Each of {replicas} "
                 "replicas has only the values of its own samples, so a mean over them may differ "
-                "from the mean of one process. Pass the values to a torchmetrics metric, which is "
-                "synchronized over the replicas, or gather them in the hook: "
+                "from the mean in a run on one process. Pass the values to a torchmetrics metric, "
+                "which is synchronized over the replicas, or gather them in the hook: "
                 "self.all_gather(values)."
             )
             return
@@ -71,15 +71,15 @@ def warn_of_logs(step: str, names: frozenset[str]) -> None:
     if metrics:
         rank_zero_warn(
             f"{step} updates the metrics {', '.join(sorted(metrics))} once for each micro-batch "
-            "and replica, and the result differs from the one update that one process makes with "
-            "the whole batch. Pass a mean together with its number of entries "
+            "and replica. The result differs from that of a run on one process, which updates them "
+            "once with the whole batch. Pass a mean together with its number of entries "
             "(MeanMetric.update(value, weight)), or pass the entries themselves to the metric."
         )
     if logged:
         rank_zero_warn(
-            f"{step} logs {', '.join(sorted(logged))}. This value of a batch is neither the mean "
-            "nor the sum of the values of its micro-batches and replicas, so the logged mean "
-            "differs from what one process logs. Log the numbers from which the value is "
+            f"{step} logs {', '.join(sorted(logged))}. The value for a batch is neither the mean "
+            "nor the sum of the values for its micro-batches and replicas, so the logged mean "
+            "differs from what a run on one process logs. Log the numbers from which the value is "
             "computed, and compute it at the end of the epoch; or use a torchmetrics metric, or "
             "reduce_fx='max'."
         )
@@ -140,10 +140,10 @@ def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) 
             "the loss of training_step depends on what an earlier training_step has left in "
             f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
             "leaves there what it computes from its own samples, so the next loss would differ "
-            "from one process.\nWhat to write: log the number, self.log('x', x, sync_dist=True), "
-            "and keep trainer.callback_metrics['x'] in on_train_batch_end, where it is that of the "
-            "whole batch; or use num_microbatches=1 and data_parallel_size=1.\nNo weight was "
-            "changed.",
+            "from that of a run on one process.\nWhat to write: log the number, self.log('x', x, "
+            "sync_dist=True), and keep trainer.callback_metrics['x'] in on_train_batch_end, where "
+            "it is that of the whole batch; or use num_microbatches=1 and data_parallel_size=1.\n"
+            "No weight was changed.",
         )
 
 

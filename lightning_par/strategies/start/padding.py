@@ -87,8 +87,8 @@ class PaddingLook:
             rank_zero_warn(
                 f"{name}.training_step draws random numbers, and the batches of replicas have "
                 "different lengths, as each is padded to its own longest row. So the random "
-                "numbers for tokens differ from those of one process, but have the same "
-                "distribution. To draw the same numbers, pad all batches to one length in the "
+                "numbers for tokens have the same distribution as in a run on one process, but "
+                "other values. To draw the same numbers, pad all batches to one length in the "
                 "collate_fn."
             )
         elif known < 0:
@@ -103,7 +103,7 @@ class PaddingLook:
                 f"{name}.training_step: the batches of the replicas have different lengths, as "
                 "each is padded to its own longest row, and the padding changes the loss: the "
                 f"loss of the same rows with less padding differs by {100 * float(known):.2g} %. "
-                "One process would pad all rows to one length. Exclude padding from the loss "
+                "A run on one process pads all rows to one length. Exclude padding from the loss "
                 "(ignore_index, or divide by the sum of a mask), or pad all batches to one length "
                 "in the collate_fn, or use data_parallel_size=1. No weight was changed.",
             )

@@ -327,7 +327,7 @@ class RunStart:
             if has_replicas:
                 known.is_of_replica = True
                 say = rank_zero_warn if error.code == "LP311" else rank_zero_info
-                say(f"{name} runs on the samples of each replica as if they were all: {error}")
+                say(f"{name} runs on the samples of each replica separately, since {error}")
                 return
             steps.random = known.random
             look(whole)

@@ -107,8 +107,8 @@ def _look(
         raise ConfigurationError(
             code,
             f"{step} computes {text}. The ranks of one replica compute the same samples, so the "
-            f"result would differ from one process with the same global batch. {_CURES[code]} No "
-            "weight was changed.",
+            "result would differ from a run on one process with the same global batch. "
+            f"{_CURES[code]} No weight was changed.",
         )
     return found
 
@@ -159,10 +159,10 @@ def _of_rank(
 
 def _warn(step: str, read: str, text: str) -> None:
     rank_zero_warn(
-        f"{step} uses the number of processes or the rank ({read}): {text}. Whether the result "
-        'equals that of one process with the same global batch is not known; verify="first_step" '
-        "compares them. Losses and logged means are already those of the global batch, so they "
-        "need no factor."
+        f"{step} uses the number of processes or the rank ({read}): {text}. Whether a run on one "
+        "process with the same global batch gives the same result is not known; "
+        'verify="first_step" compares the two. Losses and logged means are already those of the '
+        "global batch, so they need no factor."
     )
 
 

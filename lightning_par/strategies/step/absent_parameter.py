@@ -139,9 +139,9 @@ class AbsentParameter(Tensor):
             raise PlanError(
                 "LP408",
                 f"a hook read {absent.fqn}, which is on another pipeline stage, and the result is "
-                f"used{user_line()} after the hook has ended. Convert the result inside the hook, "
-                "on every rank: to a number, by .tolist() or by .numpy(); or call "
-                "trainer.strategy.full_parameter(name) there.",
+                f"used{user_line()} after the hook has ended. Inside the hook, on every rank, "
+                "convert the result with float(), .tolist() or .numpy(), or call "
+                "trainer.strategy.full_parameter(name).",
             )
         text = _refusal(absent.fqn)
         # The first read is the cause; later ones may only meet the ones that stood in for it.

@@ -90,9 +90,9 @@ def refuse_parts(layers: list[str], replicas: int, microbatches: int) -> None:
     raise ConfigurationError(
         "LP312",
         f"BatchNorm {layers[0]!r}{more} normalizes over the batch, but each of {seen} has only "
-        "some of its samples, so the result would differ from one process. To get the result of "
-        f"one process, {' and '.join(cures)}; or use GroupNorm or LayerNorm; or freeze the layer "
-        "with eval(). To accept the statistics of some samples, as DDP does, declare "
+        "some of its samples, so the result would differ from that of a run on one process. To "
+        f"get the same result, {' and '.join(cures)}; or use GroupNorm or LayerNorm; or freeze the "
+        "layer with eval(). To accept the statistics of some samples, as DDP does, declare "
         "ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was changed.",
     )
 

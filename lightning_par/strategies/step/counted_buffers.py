@@ -199,17 +199,17 @@ class CountedBuffers:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         part = "micro-batch and rank" if divides else "rank"
         alone = self._mesh.sizes.data == 1
-        cure = "or use num_microbatches=1; " if divides and alone else ""
+        cure = "\n  - Or use num_microbatches=1." if divides and alone else ""
         raise ConfigurationError(
             "LP325",
             f"training_step changes the buffer {names[0]}{more} from its samples in a way that "
             "the mesh cannot compute.\n"
             f"Why: on {self._mesh.sizes} each {part} computes the buffer from its own "
-            "samples or tokens, and these values cannot be combined into the value of one "
-            "process.\nWhat to write:\n  - Add the values of the samples to the buffer "
-            "(self.total += x.sum(); self.count += len(x)), since such sums are added over all "
-            f"samples, and divide them in on_train_batch_end; {cure}use sequence_parallel=False if "
-            "tensor parallelism divides the tokens.\n  - To accept the value of each rank's own "
+            "samples or tokens, and these values cannot be combined into the value of a run on one "
+            "process.\nWhat to write:\n  - Add the values of the samples to buffers (self.total += "
+            "x.sum(); self.count += len(x)), since such sums are added over all samples, and "
+            f"divide them in on_train_batch_end.{cure}\n  - If tensor parallelism divides the "
+            "tokens, use sequence_parallel=False.\n  - To accept the value of each rank's own "
             "samples, as DDP does, declare ParallelPlan(batch=BatchLayout(local_statistics=True))."
             "\nNo weight was changed.",
         )

@@ -35,9 +35,9 @@ __all__ = ["GradientNorms"]
 
 _END, _NOTHING, _ALL, _PART, _GROUPS = 0, 1, 2, 3, 4
 _CURE = (
-    "trainer.strategy.gradient_norms() gives the norm of every parameter's gradient over all "
-    "stages and shards, on every rank; Trainer(gradient_clip_val=...) clips by the norm of the "
-    "whole model."
+    "To get the norm of every parameter's gradient over all stages and shards, call "
+    "trainer.strategy.gradient_norms() on every rank. To clip by the norm of the whole model, use "
+    "Trainer(gradient_clip_val=...)."
 )
 
 
@@ -132,7 +132,7 @@ class GradientNorms:
         if pipelined and name not in self._quiet:
             kinds, _ = self._exchange(_END)
             if any(kind != _END for kind in kinds):
-                self._refuse("the pipeline stages ask for different numbers of norms")
+                self._refuse("the pipeline stages compute different numbers of norms")
             if not self._calls:
                 self._quiet.add(name)
 
@@ -176,7 +176,7 @@ class GradientNorms:
             "LP311",
             f"pipeline_parallel_size={self._stages}: a hook between backward and optimizer step "
             f"({name}) draws random numbers. One process draws numbers for all parameters in "
-            "order, but a pipeline stage draws for its own parameters only, so the parameters "
+            "order. A pipeline stage draws numbers for its own parameters only, so the parameters "
             "would get different numbers. Give each parameter its own generator, seeded by the "
             "name of the parameter and the step: torch.empty_like(p.grad).normal_(generator=g) "
             "with g = torch.Generator(p.device), g.manual_seed(zlib.crc32(f'{trainer.global_step} "
@@ -301,12 +301,12 @@ class GradientNorms:
         # the same part everywhere.
         kinds, every = self._exchange(kind, self._checksum(asked))
         if _END in kinds:
-            self._refuse("the pipeline stages ask for different numbers of norms")
+            self._refuse("the pipeline stages compute different numbers of norms")
         if self.pause_view is not None and len({*every}) == 1:
             return  # all have named the same gradients
         asking = {k for k in kinds if k != _NOTHING}
         if len([k for k in kinds if k != _NOTHING]) > 1 and (_PART in asking or len(asking) > 1):
-            self._refuse("every pipeline stage asks for a norm over some of its own gradients")
+            self._refuse("every pipeline stage computes a norm over some of its own gradients")
 
     def _checksum(self, asked: Sequence[Tensor]) -> int:
         """Return a number of the names of gradients, of whatever stage."""
@@ -319,6 +319,6 @@ class GradientNorms:
         raise ConfigurationError(
             "LP410",
             f"pipeline_parallel_size={self._stages}: in a hook between backward and optimizer "
-            f"step {what}. It is not known whether they are parts of one norm over the whole "
-            f"model. {_CURE}",
+            f"step {what}. It is not known whether these norms are parts of one norm over the "
+            f"whole model. {_CURE}",
         )

@@ -101,12 +101,12 @@ def warn_of_results(names: Collection[str]) -> None:
     """
     if names:
         rank_zero_warn(
-            f"each micro-batch and replica has its own value of {', '.join(sorted(names))}, and "
-            "whether that of the whole batch is their mean or their sum is not known. A hook gets "
-            "their mean, their common value, or the value of one of them, which may differ from "
-            "the value on one process. Log the number with sync_dist=True (reduce_fx='sum' for a "
-            "count). Under a pipeline you can also return a tensor with a dim for the samples, "
-            "whose parts are concatenated, or use num_microbatches=1."
+            f"each micro-batch and replica has its own value of {', '.join(sorted(names))}. It is "
+            "not known whether the value of the whole batch is their mean or their sum. A hook "
+            "gets their mean, their common value, or the value of one of them, which may differ "
+            "from the value in a run on one process. Log the number with sync_dist=True "
+            "(reduce_fx='sum' for a count). Under a pipeline you can also return a tensor with a "
+            "dim for the samples, whose parts are concatenated, or use num_microbatches=1."
         )
 
 

@@ -63,10 +63,10 @@ class HookDraws:
         yield
         if not states_alike(before, collect_random_states(self._device)):
             rank_zero_warn(
-                f"{self._hooks} draws random numbers: each of {self._replicas} replicas draws them "
-                "for its own samples, from generators that are alike, where one process draws for "
-                "the whole batch. Draw in training_step, where replicas share what one process "
-                "draws, or in the data set."
+                f"{self._hooks} draws random numbers. Each of {self._replicas} replicas draws them "
+                "for its own samples, from generators in the same state. A run on one process "
+                "draws them for the whole batch. Draw in training_step, where each replica gets "
+                "the numbers of its own samples, or in the data set."
             )
             self._hooks = ""
 

@@ -205,7 +205,7 @@ def test_rows_that_give_no_number_are_the_data(layout: str, nonfinite: str) -> N
     told = [text for text in found[0][2] if "Look at the data of this batch" in text]
     assert len(told) == 1
     assert f"Step {_STEP} (epoch 0, batch {_STEP}): its loss is nan" in told[0]
-    assert "Of the samples, rows 3, 6 are odd on their own" in told[0]
+    assert "Computed one by one, rows 3, 6 have an unusual loss" in told[0]
 
 
 @pytest.mark.parametrize("layout", ["zero3", "tp2", "pp2"])
@@ -216,7 +216,7 @@ def test_a_row_that_is_far_out_is_the_data(layout: str) -> None:
     told = [text for text in found[0][2] if "Look at the data of this batch" in text]
     assert len(told) == 1
     assert "Step 6 (epoch 0, batch 6): its loss" in told[0]
-    assert "Of the samples, row 5 is odd on their own" in told[0]
+    assert "Computed one by one, row 5 has an unusual loss" in told[0]
 
 
 def test_what_one_process_does_not_compute_is_no_matter_of_the_data() -> None:

@@ -151,7 +151,9 @@ def test_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_disk_that_is_full_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """More than any disk has; nothing stays behind."""
-    with pytest.raises(OffloadError, match=r"needs 1,152,921,504,606,846,976 bytes there, and"):
+    with pytest.raises(
+        OffloadError, match=r"needs 1,152,921,504,606,846,976 bytes there, but only"
+    ):
         HostStorage(tmp_path, 2**60)
     assert list(tmp_path.iterdir()) == []
 

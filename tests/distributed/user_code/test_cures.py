@@ -165,7 +165,7 @@ def backward_hooks_of_blocks_on_their_outputs(cured: bool) -> nn.Module:
     return net
 
 
-@CURES.add("LP406", "a bare `except:` around the model call.*catch Exception")
+@CURES.add("LP406", "a bare `except:` around the model call.*write `except Exception:`")
 def a_bare_except_around_the_model(cured: bool) -> nn.Module:
     class Careful(PlainModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

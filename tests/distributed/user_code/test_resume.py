@@ -277,7 +277,7 @@ def _with_another_optimizer(
     ("kind", "layout", "refusal"),
     [
         (Regrouped, "pp2", "has 1 parameter groups, but that of this run has 2"),
-        (Adam, "zero2_offload", "Use that optimizer, or load only the weights"),
+        (Adam, "zero2_offload", "Use that optimizer without offloading, or load only the weights"),
     ],
 )
 def test_weights_alone_go_on_with_another_optimizer(

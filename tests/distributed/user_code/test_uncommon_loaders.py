@@ -264,7 +264,7 @@ def _fit_unequal(
 
 @pytest.mark.parametrize("sized", [False, True])
 def test_unequal_loaders_are_equal_where_it_is_declared_how_losses_add_up(sized: bool) -> None:
-    with pytest.raises(RankError, match=r"unequal numbers of samples in a step, pass.*LP301"):
+    with pytest.raises(RankError, match=r"unequal numbers of samples in a step, declare.*LP301"):
         run_ranks(_fit_unequal, 2, "zero0", False, timeout=60)
     (wanted,) = run_ranks(_fit_unequal, 1, None, True, sized, timeout=60)
     for layout in ("zero0", "pp2"):

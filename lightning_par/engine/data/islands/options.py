@@ -143,8 +143,8 @@ class Outer:
             _is_whole(self.island, 0) and _is_whole(self.islands, self.island + 1)
         ):
             problems.append(
-                f"island={self.island!r} is not a number from 0 to islands - 1, with "
-                f"islands={self.islands!r}. Islands are numbered from 0."
+                f"island={self.island!r} with islands={self.islands!r}: islands= must be a number, "
+                "and island= a number from 0 to islands - 1."
             )
         return problems
 

@@ -66,7 +66,7 @@ def test_draw_that_a_buffer_also_keeps_is_refused() -> None:
         module.register_buffer("signs", signs)
         module.w = nn.Parameter(signs * 0.1)
 
-    with pytest.raises(PlanError, match="of the parameter w reads random values"):
+    with pytest.raises(PlanError, match="the parameter w is initialized from random values"):
         one(holder(fill))
 
 

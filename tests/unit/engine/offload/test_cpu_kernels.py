@@ -240,7 +240,7 @@ def test_code_that_others_may_have_written_is_not_loaded(tmp_path: Path) -> None
     assert library.read_bytes() != b"of a stranger"
     assert library.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
-    with pytest.raises(OffloadError, match=f"run code as you. Use `chmod 700 {folder}`"):
+    with pytest.raises(OffloadError, match=f"If the folder is yours, use `chmod 700 {folder}`"):
         build_library(kernel_source(), folder)
     folder.chmod(0o700)
     if os.geteuid() == 0:  # only root may give files away

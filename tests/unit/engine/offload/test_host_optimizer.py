@@ -290,7 +290,7 @@ def test_states_of_another_optimizer_are_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     with on_host(optimizer) as host:
         weight = model[0].weight
-        says = r"it has momentum_buffer, but no step, exp_avg, exp_avg_sq"
+        says = r"its states lack step, exp_avg, exp_avg_sq"
         with pytest.raises(CheckpointError, match=says):
             host.load(weight, {"momentum_buffer": weight}, lambda value, out: None)
 

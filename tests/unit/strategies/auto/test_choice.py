@@ -223,7 +223,9 @@ def test_a_model_that_cannot_be_read_gets_replicas_and_the_reason() -> None:
     assert choose(Images(nn.BatchNorm1d), trainer=trainer).layout.sizes.data == 4
     divided = choose(Traceable(nn.BatchNorm1d), 2)
     assert divided.layout.sizes.tensor == 2
-    assert "A layout that was preferred is not possible: BatchNorm 'layers.1'" in str(divided)
+    assert "A layout that auto_parallel prefers is not possible: BatchNorm 'layers.1'" in str(
+        divided
+    )
     with pytest.raises(ConfigurationError, match=r"(?s)no layout of 4 .*pass sync_batchnorm=True"):
         choose(Images(nn.BatchNorm1d), tensor_parallel_size=1, pipeline_parallel_size=1)
 

@@ -57,7 +57,7 @@ def test_a_right_prediction_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "advice"), [(True, "was measured on a machine"), (False, "calibrate")]
+    ("measured", "advice"), [(True, "if other programs use this machine now"), (False, "calibrate")]
 )
 def test_a_wrong_prediction_is_warned_of_with_numbers(
     monkeypatch: pytest.MonkeyPatch, measured: bool, advice: str
