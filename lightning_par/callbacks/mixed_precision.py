@@ -121,8 +121,8 @@ class MixedPrecision(pl.Callback):
         if trainer.precision not in ("32-true", self.precision):
             problems.append(
                 f"MixedPrecision({self.precision!r}) and Trainer(precision={trainer.precision!r}) "
-                "ask for different precisions. Remove precision= from the Trainer (on a CPU "
-                "Lightning turns 16-mixed into bf16-mixed)."
+                "ask for different precisions. Remove precision= from the Trainer. (On a CPU, "
+                "Lightning itself changes Trainer(precision='16-mixed') to 'bf16-mixed'.)"
             )
         if self._reduce_asked is not None and not isinstance(trainer.strategy, MeshStrategy):
             problems.append(

@@ -368,7 +368,11 @@ def batch_entry(batch: Any, path: str) -> Any:
                 has = f"has {len(value)} entries ({kind}), called '0', '1' and so on"
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
-            raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")
+            raise PlanError(
+                "LP302",
+                f"the plan names the batch entry {path!r}, but {where} {has}. Correct the name in "
+                "BatchLayout.",
+            )
         value = found[step]
         passed.append(step)
     return value

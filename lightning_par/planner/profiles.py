@@ -246,8 +246,8 @@ def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) 
     for key in ("link", "network"):
         network = networks.get(entry.get(key, ""), {})
         if not network:
-            near = nearest(entry.get(key), networks, otherwise="; use one of networks.")
-            yield f"device {name}: {key}={entry.get(key)!r} is no network{near}"
+            near = nearest(entry.get(key), networks, otherwise="; name one of them.")
+            yield f"device {name}: {key}={entry.get(key)!r} is not one of the 'networks'{near}"
         elif not network.get("bandwidth", 0) > 0 or not network.get("source"):
             yield f"network {entry[key]} needs a bandwidth greater than 0 and a source."
     known = {*_NUMBERS, *_OPTIONAL, "link", "network", "accelerator", "note", "calibration"}

@@ -65,7 +65,7 @@ def check_folder_is_shared(folder: str, hosts: Sequence[HostOf]) -> None:
         raise CheckpointError(
             "LP513",
             f"{_say(blind)} not see files that rank 0 on host {hosts[0].name} writes to {box[0]}, "
-            f"the folder of checkpoints, into which every rank writes its part. {_CURE}",
+            f"the folder of checkpoints. Every rank writes its part into this folder. {_CURE}",
         )
 
 

@@ -136,7 +136,7 @@ def _facts(difference: Difference, found: Findings) -> Iterator[str]:
         )
     if difference.factor is not None and kind in ("gradient", "handed", "weight"):
         what = "update" if kind == "weight" else "gradient"
-        yield f"the {what} is {difference.factor:.4g} times that of one process."
+        yield f"the {what} is {difference.factor:.4g} times the {what} on one process."
     if kind == "gradient" and found.sizes.tensor > 1:
         styles, module = found.styles, name.rpartition(".")[0]
         style = f"the style {styles[module]!r}" if module in styles else "no style"
@@ -278,7 +278,7 @@ def _causes_of_gradient(first: Difference, found: Findings) -> Iterator[str]:
         yield f"copies of {found.copies[0]} get different gradients on tensor-parallel ranks"
     yield from missed_patterns(found)
     if first.factor is not None:
-        yield f"a factor: the gradient of {name} is {first.factor:g} times that of one process"
+        yield f"a factor: the gradient of {name} is {first.factor:g} times that on one process"
 
 
 def missed_patterns(found: Findings) -> list[str]:

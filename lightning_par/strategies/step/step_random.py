@@ -218,8 +218,8 @@ class StepRandom:
         """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
         text = (
             f"{self._name} drew no random numbers in the first step, but draws some now. The "
-            "random numbers {} equal to those of one process. Let the step draw random numbers "
-            "from the first step on."
+            "random numbers {} equal to those of a run on one process. Let the step draw random "
+            "numbers from the first step on."
         )
         if self._name == "training_step":
             raise ConfigurationError("LP311", text.format("would not be"))

@@ -63,7 +63,7 @@ def test_an_own_file_is_read_beside_the_shipped_one(tmp_path: Path) -> None:
         ({"flops": -1}, "flops=-1 must be a number greater than 0"),
         ({"memory": None}, "memory=None must be a number greater than 0"),
         ({"flops_source": None}, "flops=100000000000000.0 has no flops_source"),
-        ({"link": "pcie9"}, "link='pcie9' is no network; did you mean 'pcie"),
+        ({"link": "pcie9"}, "link='pcie9' is not one of the 'networks'; did you mean 'pcie"),
         ({"memori": 3}, "'memori' is unknown; did you mean 'memory'?"),
     ],
 )

@@ -87,7 +87,7 @@ def test_every_optimizer_of_a_step_is_compared() -> None:
 def test_causes_of_a_gradient() -> None:
     double = step(gradient=2 * GRADIENT)
     assert report(trace(step()), trace(double), trace(double)).causes == (
-        "a factor: the gradient of a.w is 2 times that of one process",
+        "a factor: the gradient of a.w is 2 times that on one process",
     )
     part, rest = step(gradient=0.25 * GRADIENT), step(gradient=0.75 * GRADIENT)
     whole = {"whole": frozenset({"a.w"})}

@@ -114,8 +114,8 @@ class CompressedGradients:
         self._arrange()
         if state["kind"] != self._kind():
             _warn(
-                "the options of gradient compression changed, so the gradient error that was kept "
-                "for later steps is dropped."
+                "gradient compression or the trained parameters have changed since the checkpoint "
+                "was saved, so the gradient error that was kept for later steps is dropped."
             )
             return
         self._steps, self._scale = state["steps"], state["scale"]

@@ -318,7 +318,7 @@ WRONG = [
     ({"offload_fraction": 1.5}, r"offload_fraction=1.5 must be a number from 0 to 1\."),
     ({"offload_fraction": "half"}, r"offload_fraction='half' must be a number from 0 to 1\."),
     ({"offload_fraction": 0.5, "delayed_update": 2}, r"0.5 is not supported with delayed_update=2"),
-    ({"offload_parameters": True, "delayed_update": 2}, r"1.0 and delayed_update=False, .* 2"),
+    ({"offload_parameters": True, "delayed_update": 2}, r"1.0 and delayed_update=False, .*=2"),
     ({"overlap": "on"}, r"overlap='on' must be 'auto' or 'off'\."),
     ({"pin_memory": "yes"}, r"pin_memory='yes' must be True, False or 'auto'\."),
     ({"bucket_size_mb": 0}, r"bucket_size_mb=0 must be a number of more than 0\."),
