@@ -175,9 +175,9 @@ class ChunkedLogits(VocabShardedLogits):
         if func is Tensor.register_hook:
             raise ConfigurationError(
                 "LP902",
-                "a hook was registered (register_hook) on logits that are computed in chunks. It "
-                "would never be called, since the gradient of all logits is never computed at "
-                "once. Register the hook on the hidden states, or compute all logits at once "
+                "a hook was registered (register_hook) on logits that are computed in chunks. The "
+                "hook would never be called, since the gradient of all logits is never computed "
+                "at once. Register the hook on the hidden states, or compute all logits at once "
                 "(chunked_loss=False).",
             )
         if func in _CASTS:

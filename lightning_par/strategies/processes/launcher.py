@@ -154,9 +154,9 @@ class PreflightLauncher(SubprocessScriptLauncher):
                 "LP712",
                 f"{count} processes were started, but the Trainer expects "
                 f"num_nodes={self.num_nodes} times devices={self.num_processes}, which is "
-                f"{wanted}. Start one process for each device, the same number on every host "
-                "(SLURM: --ntasks-per-node, the same in every part of a heterogeneous job), and "
-                "pass these numbers to the Trainer as devices= and num_nodes=.",
+                f"{wanted}. Start one process for each device, on every host the same number, and "
+                "pass these numbers to the Trainer as devices= and num_nodes=. With SLURM use the "
+                "same --ntasks-per-node in every part of a heterogeneous job.",
             )
 
     @contextmanager
@@ -244,8 +244,8 @@ def _say_gone(launcher: int) -> None:
 
 def _describe(processes: Sequence["subprocess.Popen[bytes]"]) -> str:
     failed = [(rank, p) for rank, p in enumerate(processes, 1) if p.returncode]
-    said = [f"of local rank {rank} (pid {p.pid}) with status {p.returncode}" for rank, p in failed]
-    return f"these processes ended outside of a run: {', '.join(said)}. Their output is above."
+    said = [f"local rank {rank} (pid {p.pid}) with status {p.returncode}" for rank, p in failed]
+    return f"these processes ended before or after a run: {', '.join(said)}. Their output is above."
 
 
 def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:

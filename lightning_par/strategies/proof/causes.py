@@ -150,8 +150,8 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
         cures += ["data_parallel_size=1"] * (sizes.data > 1)
         yield (
-            f"{' and '.join(cures)}. If the difference is gone with that, the parts of a batch "
-            "are not weighted in the loss as on one process. Declare over what the loss is a mean: "
+            f"{' and '.join(cures)}. If the difference is gone with that, the losses of the parts "
+            "of a batch are weighted wrongly. Declare over what the loss is a mean: "
             "BatchLayout(labels=...) or BatchLayout(loss_weight=...). Keep "
             f"{' and '.join(cures)} if the loss compares samples with each other, if a batch "
             "entry has no batch dim, or if blocks store values in attributes or hooks."
@@ -428,10 +428,10 @@ def causes_elsewhere(difference: Difference | None, found: Elsewhere) -> Iterato
         )
     else:
         yield (
-            "an optimizer or a hook that computes a norm or a sum over entries that several ranks "
-            "hold, of one weight or of all, or uses the number of ranks. Each rank holds only a "
-            "part of the weights. Use an optimizer that updates each entry from its own gradient "
-            "and states, or gather whole tensors first."
+            "an optimizer or a hook that uses the number of ranks, or that computes a norm or a "
+            "sum over entries of one or of all weights, of which each rank holds only a part. Use "
+            "an optimizer that updates each entry from its own gradient and states, or gather "
+            "whole tensors first."
         )
 
 

@@ -226,8 +226,8 @@ def _warn_of_copies(module: nn.Module, resolved: ResolvedPlan, sizes: ParallelSi
     if sizes.tensor > 1 and divides_nothing(plan):
         rank_zero_warn(
             f"tensor_parallel_size={sizes.tensor} shards no layer of {type(module).__name__}, "
-            "since no layers were found that can be sharded. These ranks all compute the same. "
-            "Use tensor_parallel_size=1, which turns these ranks into replicas, or define "
+            "since no layers were found that can be sharded. The tensor-parallel ranks all compute "
+            "the same. Use tensor_parallel_size=1, which turns them into replicas, or define "
             "parallel_plan() with tensor styles."
         )
 

@@ -155,7 +155,8 @@ def check_membership(
             "LP414",
             f"the optimizer trains {len(others)} tensor{'s' if len(others) > 1 else ''} that "
             f"{'are' if len(others) > 1 else 'is'} no parameter of the LightningModule (the first "
-            f"has shape {tuple(others[0].shape)}), so its gradients are not summed over the "
-            f"{num_ranks} ranks, and no checkpoint saves it. Assign the module that holds the "
-            "tensor, or nn.Parameter(tensor), to an attribute of the LightningModule in __init__.",
+            f"has shape {tuple(others[0].shape)}). The gradient of such a tensor is not summed "
+            f"over the {num_ranks} ranks, and no checkpoint saves the tensor. Assign the module "
+            "that holds the tensor, or nn.Parameter(tensor), to an attribute of the "
+            "LightningModule in __init__.",
         )

@@ -96,7 +96,7 @@ class DividedLook:
         if found:
             rank_zero_warn(
                 "training_step runs on sequences that are divided over "
-                f"{self._mesh.sizes.context} context-parallel ranks, and what it logs changes: "
+                f"{self._mesh.sizes.context} context-parallel ranks, and logged values change: "
                 f"{'; '.join(found.values())}. Each rank logs a value of its own tokens, and the "
                 "logged result is the mean of these values, weighted by the numbers of labels. "
                 "Log a count or a sum with reduce_fx='sum'; a mean over tokens needs no change."

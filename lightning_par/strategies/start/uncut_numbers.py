@@ -84,10 +84,10 @@ def check_uncut_numbers(
             "LP309",
             f"{type(module).__name__}.training_step: its loss depends on the batch entries "
             f"{', '.join(map(repr, sorted(names)))}, which the data loader of each replica "
-            "computes from its own rows, such as a number of labels or normalized weights. One "
-            "process computes them from the rows of all replicas, so the loss would differ. "
-            "Compute these values in the step from the tensors of the batch, as in (labels != "
-            "-100).sum(); or use data_parallel_size=1. No weight was changed.",
+            "computes from its own rows, such as a number of labels or normalized weights. A run "
+            "on one process computes them from the rows of all replicas, so the loss would "
+            "differ. Compute these values in the step from the tensors of the batch, as in "
+            "(labels != -100).sum(); or use data_parallel_size=1. No weight was changed.",
         )
 
 
