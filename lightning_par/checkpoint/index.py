@@ -362,8 +362,8 @@ class Manifest:
             raise CheckpointError(
                 "LP501",
                 f"{folder} is not a complete checkpoint: it has no {MANIFEST}, the file that a "
-                "save writes last. Give the path of a complete checkpoint; lightning-par inspect "
-                "PATH checks one.",
+                "save writes last. Give the path of a complete checkpoint. lightning-par inspect "
+                "PATH tells whether a checkpoint is complete.",
             ) from None
         manifest, _ = cls.decode(data, f"{folder}: {MANIFEST}")
         # A manifest from elsewhere must not make us read (or compare) "../../etc/passwd".

@@ -58,8 +58,8 @@ def _own(path: str) -> DeviceProfile:
         raise ConfigurationError(
             "LP908",
             f"profile={path!r} does not say which device to use: its devices are "
-            f"{', '.join(names) or 'those of the shipped file only'}. Keep one device in the "
-            f"file, or name the device to use {_CALIBRATED!r}.",
+            f"{', '.join(names) or 'only those that lightning_par also has'}. Keep one device in "
+            f"the file, or name the device to use {_CALIBRATED!r}.",
         )
     return load_profile(chosen, path)
 

@@ -33,11 +33,15 @@ def find_island(outer: Outer | None) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigurationError(
             "LP705",
-            f"outer= needs the number of this island, but {ISLAND_VARIABLE} is {given!r}. Set "
+            f"outer= needs the number of this island, but {ISLAND_VARIABLE} is {_told(given)}. Set "
             f"{ISLAND_VARIABLE}=0/4 for the first of four islands, or pass island= and islands= "
             "in outer=.",
         )
     return int(found[1]), int(found[2])
+
+
+def _told(value: str) -> str:
+    return repr(value) if value else "not set"
 
 
 def find_place(outer: Outer, rank: int, world: int) -> Place:
@@ -51,8 +55,8 @@ def find_place(outer: Outer, rank: int, world: int) -> Place:
         raise ConfigurationError(
             "LP705",
             "outer= needs the address of a server (started by lightning-par serve), but the "
-            f"address is {server!r}. Set {SERVER_VARIABLE}=host:port, or pass server='host:port' "
-            "in outer=. Separate several addresses by commas.",
+            f"address is {_told(server)}. Set {SERVER_VARIABLE}=host:port, or pass "
+            "server='host:port' in outer=. Separate several addresses by commas.",
         )
     return Place(
         server=server,

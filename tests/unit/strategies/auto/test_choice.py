@@ -246,7 +246,7 @@ def test_profiles_are_found_by_the_name_of_a_gpu_or_in_a_file(tmp_path: Path) ->
         choose(gpt(), profile="abacus")
     other = tmp_path / "empty.json"
     other.write_text('{"devices": {}}')
-    with pytest.raises(ConfigurationError, match="those of the shipped file only"):
+    with pytest.raises(ConfigurationError, match="only those that lightning_par also has"):
         find_profile(str(other), CPU, 2)
 
 
