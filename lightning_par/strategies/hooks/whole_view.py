@@ -92,7 +92,7 @@ _DRAWS_IN_PLACE = _names(
 _CURE = (
     "Every rank has to make the same calls in the same order, since each rank holds only a part "
     "of the weights. Call a forward on every rank, outside of `if trainer.is_global_zero`, and "
-    "print or write its result on one rank. On every rank also call "
+    "print or write its result on one rank. Two more calls belong on every rank: "
     "trainer.strategy.full_parameter(name), which returns a whole weight, and "
     "trainer.strategy.gather_state_dict(), which returns all weights on rank 0. A logger writes on "
     "rank 0 only: first compute arrays on every rank (p.detach().numpy(), p.grad.numpy()). Loop "
