@@ -59,7 +59,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop"), 0.0),
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "activation_dropout", "embedding_dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop"), 0.0),
+    **dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop", "residual_dropout"),
+        0.0,
+    ),
     **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "sliding_window"), 16),
     **dict.fromkeys(("num_nextn_predict_layers", "pad_token_id"), 0),
