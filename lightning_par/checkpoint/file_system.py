@@ -1,8 +1,25 @@
-"""Which form of a checkpoint a file system holds well."""
+"""Where checkpoints are: paths, and URLs of stores; and which form a file system holds well.
 
+Note [Saves to a store]: an object store renames nothing, but replaces one object at once. So a save
+to a URL is a folder of a name of its own below that URL, and the object `CURRENT` beside it, which
+is written last, says which of them counts: until then the one before is whole.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
+from typing import Any
 
-__all__ = ["holds_one_file"]
+from lightning_par.errors import CheckpointError
+
+__all__ = ["CURRENT", "Place", "UrlPath", "current_of", "holds_one_file", "place_of"]
+
+_log = getLogger(__name__)
+
+CURRENT = "current.txt"
+"""Name of the object that holds the name of the folder of the newest complete save."""
 
 _SHARED_WRITERS = (
     "lustre",
@@ -18,6 +35,170 @@ _SHARED_WRITERS = (
 """File systems on which several nodes may write to one file, each its own bytes."""
 _WHOLE_WRITERS = ("s3", "gcs", "goofys", "rclone", "blobfuse", "oss", "cos", "hdfs", "webhdfs")
 """Parts of the names of FUSE file systems over object stores: a file is written once, in order."""
+
+
+@dataclass(frozen=True)
+class UrlPath:
+    """A file or folder of a store that fsspec reaches, with what checkpoints use of `pathlib.Path`.
+
+    Whatever the store's client raises comes out as an OSError, as of a disk.
+
+    Attributes:
+        url: Its URL.
+        files: The file system of fsspec.
+        key: Its name in that file system.
+    """
+
+    url: str
+    files: Any
+    key: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "UrlPath":
+        return UrlPath(f"{self.url}/{name}", self.files, f"{self.key}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def is_of_one_process(self) -> bool:
+        """Whether other processes see nothing of it: ``memory://``."""
+        return self.url.partition("://")[0].rpartition("::")[2] == "memory"
+
+    def exists(self) -> bool:
+        """Return whether there is such a file or folder."""
+        with self._asked():
+            return bool(self.files.exists(self.key))
+
+    def is_dir(self) -> bool:
+        """Return whether it is a folder: names that begin with it, in an object store."""
+        with self._asked(), contextlib.suppress(FileNotFoundError):
+            # Not `isdir`, for which fsspec loads the whole of a file behind http.
+            return bool(self.files.info(self.key)["type"] == "directory")
+        return False
+
+    def names(self) -> set[str]:
+        """Return the names in a folder; none if there is no such folder."""
+        with self._asked(), contextlib.suppress(FileNotFoundError):
+            found = self.files.ls(self.key, detail=False)
+            return {str(name).rstrip("/").rpartition("/")[2] for name in found} - {""}
+        return set()
+
+    def written_at(self) -> Any:
+        """Return the time of a complete save, or of a file; None if it is neither."""
+        for key in (f"{self.key}/{CURRENT}", self.key):
+            with self._asked(), contextlib.suppress(FileNotFoundError):
+                if self.files.isfile(key):
+                    return self.files.modified(key)
+        return None
+
+    def mkdir(self, *, parents: bool, exist_ok: bool) -> None:
+        """Make a folder, where the store has any."""
+        with self._asked():
+            self.files.makedirs(self.key, exist_ok=exist_ok)
+
+    def open(self, mode: str, buffering: int = 0) -> Any:
+        """Open it, to read or to write it from start to end."""
+        with self._asked():
+            return self.files.open(self.key, mode)
+
+    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Return its content, or a part of it."""
+        with self._asked():
+            return bytes(self.files.cat_file(self.key, start=start, end=end))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Replace it."""
+        with self._asked():
+            self.files.pipe_file(self.key, data)
+
+    def remove(self) -> None:
+        """Remove a file, or a folder with all that is in it, if it is there."""
+        # First what makes it complete: it must not name a save of which files are missing.
+        for key in (f"{self.key}/{CURRENT}", self.key):
+            with self._asked(), contextlib.suppress(FileNotFoundError):
+                self.files.rm(key, recursive=True)
+
+    def remove_saves(self) -> None:
+        """Remove what is below it: a file of that name has been saved instead."""
+        for name in self.names():
+            (self / name).remove()
+
+    def commit(self, name: str) -> None:
+        """Let the save in one folder of it count; what is of earlier ones is removed."""
+        (self / CURRENT).write_bytes(name.encode())
+        try:
+            for other in self.names() - {name, CURRENT}:
+                (self / other).remove()
+            # In an object store a file may have the name of a folder, as one of Lightning.
+            with self._asked():
+                if self.files.isfile(self.key):
+                    self.files.rm_file(self.key)
+        # The new one counts already; the next save tries again.
+        except OSError as error:
+            _log.warning("An earlier save to %s could not be removed: %s", self, error)
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        # What fsspec remembers of a folder is older than what other ranks have written there.
+        self.files.invalidate_cache()
+        try:
+            yield
+        except OSError:
+            raise
+        # Of clients each has its own: of botocore, aiohttp, Google's and so on.
+        except Exception as error:
+            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
+
+
+Place = Path | UrlPath
+"""Where a checkpoint is."""
+
+
+def place_of(path: Any, options: Mapping[str, Any] | None = None) -> Place:
+    """Return a path, or what stands for one behind a URL.
+
+    Args:
+        path: A path or URL.
+        options: For the file system of fsspec.
+
+    Raises:
+        CheckpointError: fsspec knows no such protocol, or lacks a package for it.
+    """
+    if "://" not in str(path):
+        return Path(path)
+    from fsspec.core import url_to_fs  # late: no run on a disk needs it
+
+    url = str(path).rstrip("/")
+    try:
+        files, key = url_to_fs(url, **(options or {}))
+    except (ImportError, ValueError) as error:
+        raise CheckpointError("LP501", f"{url} cannot be reached: {error}.") from error
+    return UrlPath(url, files, key)
+
+
+def current_of(path: Place) -> Place:
+    """Return the folder that a checkpoint is in; see Note [Saves to a store].
+
+    Args:
+        path: A checkpoint; also a copy on a disk of one from a store.
+
+    Raises:
+        CheckpointError: The object that names the folder is damaged.
+    """
+    try:
+        name = (path / CURRENT).read_bytes().decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    if not name or Path(name).name != name:
+        raise CheckpointError(
+            "LP502", f"{path / CURRENT} does not hold the name of a folder. Use another checkpoint."
+        )
+    return path / name
 
 
 def holds_one_file(folder: Path, num_nodes: int) -> bool:

@@ -35,6 +35,11 @@ class FileSave(Save):
         # rank 0 has any, and writes them.
         self._loose: dict[str, Tensor] = {}
 
+    @property
+    def _file(self) -> Path:
+        assert isinstance(self._partial, Path)  # behind URLs there are folders only
+        return self._partial
+
     def _lay_out(self, outlines: Sequence[Report]) -> dict[str, int]:
         index, world = self._index, self.part.world
         # Every tensor of every rank, at its global shape: the archive is that of one process.
@@ -47,7 +52,7 @@ class FileSave(Save):
         plains = [o.plain for o in outlines if o.plain is not None]
         # After this the file has its full length (with holes), and every rank writes into it at
         # once.
-        records = write_skeleton(self._partial, self._whole(plains, blanks))
+        records = write_skeleton(self._file, self._whole(plains, blanks))
         names = {storage_key(blank.untyped_storage()): name for name, blank in blanks.items()}
         starts, record_of = {}, {}
         for record, (storage, place) in records.items():
@@ -70,12 +75,12 @@ class FileSave(Save):
             # them.
             if plain.room:
                 ours[file_name("state", rank, world)] = plain.room
-        appended = append_records(self._partial, ours)
+        appended = append_records(self._file, ours)
         self._places = {name: place for name, (place, _) in appended.items()}
         self._places |= {record: place for record, (_, place) in records.items()}
         # Of what is already final: torch's own records and the states. Ranks report the rest.
         self._files = {
-            name: _record_at(self._partial, place, length)
+            name: _record_at(self._file, place, length)
             for name, (place, length) in appended.items()
             if not isinstance(ours.get(name), int)  # which a rank has still to write
         }
@@ -122,7 +127,7 @@ class FileSave(Save):
     def _write(self, starts: Mapping[str, int]) -> dict[str, FileRecord]:
         # Checked first: with O_CREAT a node without the shared folder would make a file of its
         # own.
-        if not self._partial.exists():
+        if not self._file.exists():
             raise CheckpointError(
                 "LP508",
                 f"this rank does not see the file {self._partial.name}, which rank 0 created. Save "
@@ -157,7 +162,7 @@ class FileSave(Save):
         manifest.places = self._places
         content = manifest.encode(index=self._index.to_json())
         # Last of all: an archive without it is not yet a checkpoint, whatever else it holds.
-        append_records(self._partial, {MANIFEST: content})
+        append_records(self._file, {MANIFEST: content})
 
 
 def _below(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:

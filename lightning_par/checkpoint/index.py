@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lightning_par.checkpoint.file_system import Place
 from lightning_par.checkpoint.storage import check_regular, ChecksumFile, DTYPES, FileRecord
 from lightning_par.errors import CheckpointError
 
@@ -342,13 +343,13 @@ class Manifest:
             )
             return manifest, value
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Write the manifest into a folder."""
         with ChecksumFile(folder / MANIFEST) as file:
             file.write(self.encode())
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def read(cls, folder: Place) -> "Manifest":
         """Read and verify the manifest of a folder.
 
         Raises:

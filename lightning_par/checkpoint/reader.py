@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_par.checkpoint.file_system import CURRENT, Place
 from lightning_par.checkpoint.index import file_name, INDEX, MANIFEST, well_formed
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
 from lightning_par.checkpoint.optimizer_groups import split_states, StoredOptimizer
@@ -20,25 +21,27 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Parts of the state that the Trainer never restores, so that pickles in them can be left out."""
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Place) -> bool:
     """Return whether a folder or a file is a checkpoint of this package, complete or not.
 
     Raises:
         CheckpointError: It is neither, or a file that cannot be read.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    # A store has no such things, and its files are those of Lightning.
+    is_file = isinstance(path, Path) and path.is_file()
+    if isinstance(path, Path) and path.exists() and not (is_file or path.is_dir()):
         raise CheckpointError(
             "LP501",
             f"{path} is a pipe or a device, so it cannot be a checkpoint. Pass the path of a file "
             "or folder.",
         )
-    if path.is_file():
+    if isinstance(path, Path) and is_file:
         return read_manifest(path) is not None
     # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
-    return (path / MANIFEST).exists() or (path / INDEX).exists()
+    return any((path / name).exists() for name in (CURRENT, MANIFEST, INDEX))
 
 
-def no_checkpoint(folder: Path) -> CheckpointError:
+def no_checkpoint(folder: Place) -> CheckpointError:
     """Return the error of a folder that holds none."""
     return CheckpointError(
         "LP501",
@@ -63,7 +66,7 @@ class CheckpointReader:
         CheckpointError: Manifest or index are missing, damaged or malformed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self._store = open_store(path)
         self.manifest, self.index = self._store.manifest, self._store.index

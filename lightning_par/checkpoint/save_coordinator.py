@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.checkpoint.claims import FolderClaims
+from lightning_par.checkpoint.file_system import Place, UrlPath
 from lightning_par.checkpoint.file_writer import FileSave
 from lightning_par.checkpoint.part import Part
 from lightning_par.checkpoint.pieces import assign_writers
@@ -46,7 +47,7 @@ class CheckpointSaver:
         self._held: list[tuple[Box, int]] | None = None
         self._assigned: frozenset[Box] = frozenset()
         self._running: Future[None] | None = None
-        self._to_remove: list[Path] = []
+        self._to_remove: list[Place] = []
         self._claims = FolderClaims()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,12 +58,12 @@ class CheckpointSaver:
         return {**vars(self), **left, "_claims": FolderClaims()}
 
     def save(
-        self, path: Path, part: Part, metadata: SaveMetadata, *, background: bool = False
+        self, path: Place, part: Part, metadata: SaveMetadata, *, background: bool = False
     ) -> None:
         """Save a checkpoint; an existing one of that name is replaced when the new one is complete.
 
         Args:
-            path: Folder or file to write, on a file system that all ranks share.
+            path: Folder or file to write, on a file system or store that all ranks share.
             part: Everything that this rank holds; of a shard that several ranks hold, one copy is
                 written. With `plain`, on every rank, it goes into one file.
             metadata: Used on rank 0 only.
@@ -79,12 +80,17 @@ class CheckpointSaver:
         # Two saves at once would share the group, and their messages be matched wrongly. Every
         # rank waits, so an error of the last save is raised on all of them.
         self.wait()
-        if part.rank == 0:
+        if part.rank == 0 and isinstance(path, Path):
             part = self._claim(path, part)
         # Before the outlines: of a box that several ranks hold only the writer reports it, or the
         # index would have it twice.
         part = part.only(self._assign(part))
-        save = (FolderSave if part.plain is None else FileSave)(path, part, metadata)
+        save: Save
+        if part.plain is None:
+            save = FolderSave(path, part, metadata)
+        else:
+            assert isinstance(path, Path)
+            save = FileSave(path, part, metadata)
         # Also in a background save: here rank 0 sees that no rank failed, and what cannot be
         # stored is an error of `save` itself.
         layout = self._on_rank_0(save, save.prepare, save.outline())
@@ -147,7 +153,7 @@ class CheckpointSaver:
         # Reached by every rank, since `write` reports its error instead of raising it.
         self._on_rank_0(save, save.commit, report)
         if save.part.rank == 0:
-            self._claims.note(save.path)
+            self.note(save.path)
 
     def _complete_in_background(self, save: Save, layout: Layout, running: "Future[None]") -> None:
         try:
@@ -187,13 +193,16 @@ class CheckpointSaver:
             )
         return part
 
-    def is_taken(self, path: Path) -> bool:
-        """Return whether another run saves to a path, on rank 0."""
+    def is_taken(self, path: Place) -> bool:
+        """Return whether another run saves to a path, on rank 0; of a URL nobody knows."""
+        if isinstance(path, UrlPath):
+            return False
         return not self._claims.add(path.parent) and self._claims.is_of_another(path)
 
-    def note(self, path: Path) -> None:
+    def note(self, path: Place) -> None:
         """Take note of a checkpoint that this run has saved otherwise, on rank 0."""
-        self._claims.note(path)
+        if isinstance(path, Path):
+            self._claims.note(path)
 
     def wait(self) -> None:
         """Wait for the background save, if one is running.
@@ -216,7 +225,7 @@ class CheckpointSaver:
         """Give back the folders that this run has claimed."""
         self._claims.release()
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Place) -> None:
         """Remove a checkpoint: now, or after the running background save has succeeded.
 
         Args:
@@ -228,7 +237,12 @@ class CheckpointSaver:
 
     def _remove_pending(self) -> None:
         while self._to_remove:
-            remove_path(self._to_remove.pop())
+            path = self._to_remove.pop()
+            try:
+                remove_path(path)
+            # By rank 0 alone, and only room is lost: the other ranks train on.
+            except OSError as error:
+                _log.warning("%s could not be removed: %s", path, error)
 
     def _assign(self, part: Part) -> frozenset[Box]:
         """Return the boxes that this rank writes.
@@ -260,7 +274,7 @@ class CheckpointSaver:
         return self._group
 
 
-def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:
+def _lost_a_rank(path: Place, error: BaseException) -> CheckpointError:
     return CheckpointError(
         "LP508",
         f"{path} was not saved, since some rank did not call save_checkpoint or failed ({error}). "

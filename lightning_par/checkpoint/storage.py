@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint.file_system import current_of, Place, UrlPath
 from lightning_par.checkpoint.progress import advance
 from lightning_par.errors import CheckpointError
 
@@ -32,6 +33,8 @@ __all__ = [
     "ChecksumFile",
     "FileRecord",
     "check_regular",
+    "discard",
+    "missing_in",
     "partial_path",
     "partials_of",
     "publish",
@@ -76,6 +79,9 @@ _AT_FDCWD = -100
 """Directory argument of `renameat2` for paths relative to the working directory."""
 
 
+P = TypeVar("P", Path, UrlPath, Place)
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Length and checksum of a file, as the manifest lists them.
@@ -105,13 +111,15 @@ class ChecksumFile:
     """File opened for writing that computes a checksum on the way; see `sync_files` for fsync.
 
     Args:
-        path: File to create or overwrite.
+        path: File to create or overwrite; behind a URL it is only appended to.
         parts: Open an existing file instead, to write parts of it.
     """
 
-    def __init__(self, path: Path, *, parts: bool = False) -> None:
+    def __init__(self, path: Place, *, parts: bool = False) -> None:
+        self._upload = path.open("wb") if isinstance(path, UrlPath) else None
         # Not `open`: a buffer would copy the bytes once more, and `pwrite` needs a descriptor.
-        self._descriptor = os.open(path, os.O_WRONLY if parts else _NEW, 0o666)
+        if isinstance(path, Path):
+            self._descriptor = os.open(path, os.O_WRONLY if parts else _NEW, 0o666)
         self.start_part(0)
 
     def start_part(self, place: int) -> None:
@@ -132,6 +140,9 @@ class ChecksumFile:
         for low in range(0, len(view), _CHUNK):
             part = view[low : low + _CHUNK]
             self._sum = zlib.crc32(part, self._sum)
+            if self._upload is not None:
+                self._upload.write(part)
+                continue
             while part:  # a write may be partial
                 count = os.pwrite(self._descriptor, part, self._place)
                 part, self._place = part[count:], self._place + count
@@ -176,7 +187,10 @@ class ChecksumFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._descriptor)
+        if self._upload is not None:
+            self._upload.close()
+        else:
+            os.close(self._descriptor)
 
     @property
     def record(self) -> FileRecord:
@@ -184,7 +198,7 @@ class ChecksumFile:
         return FileRecord(self._length, f"{self._sum:08x}")
 
 
-def write_json(path: Path, value: Any) -> FileRecord:
+def write_json(path: Place, value: Any) -> FileRecord:
     """Write a value as JSON in one line.
 
     Args:
@@ -289,11 +303,11 @@ def write_object(path: Path, value: Any) -> None:
         torch.save(value, partial)
 
 
-def check_regular(path: Path) -> None:
+def check_regular(path: Place) -> None:
     """Refuse a file of a checkpoint that is something else.
 
     Args:
-        path: The file; what is above it may be a link.
+        path: The file; what is above it may be a link. A store behind a URL has no others.
 
     Raises:
         CheckpointError: It is a link, which may lead out of the checkpoint, or a pipe or a device,
@@ -301,7 +315,7 @@ def check_regular(path: Path) -> None:
         FileNotFoundError: There is none.
     """
     # `lstat`, which does not follow the link itself.
-    if not stat.S_ISREG(path.lstat().st_mode):
+    if isinstance(path, Path) and not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
             "LP502",
             f"{path.name} is a link, a pipe or a device, but every file of a checkpoint is a "
@@ -309,16 +323,16 @@ def check_regular(path: Path) -> None:
         )
 
 
-def sync_files(paths: Iterable[Path]) -> None:
+def sync_files(paths: Iterable[Place]) -> None:
     """Call fsync on files, and on folders, whose entries (names) it makes durable.
 
     Call it once for all files after they are written: the first fsync flushes most of what the
     others would wait for.
 
     Args:
-        paths: Files and folders.
+        paths: Files and folders; a store behind a URL keeps what was closed.
     """
-    for path in paths:
+    for path in (path for path in paths if isinstance(path, Path)):
         # Read-only is enough: fsync is of the file, whoever wrote to it.
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -327,7 +341,7 @@ def sync_files(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def publish(partial: Path, final: Path) -> None:
+def publish(partial: Place, final: Place) -> None:
     """Rename a complete file or folder to its final path, and remove what was there before.
 
     Where the system can swap two paths (Linux, on local file systems), a complete checkpoint is at
@@ -335,8 +349,13 @@ def publish(partial: Path, final: Path) -> None:
 
     Args:
         partial: Complete file or folder on the file system of `final`.
-        final: Final path; an existing folder, file or link is replaced.
+        final: Final path; an existing folder, file or link is replaced. Of a URL see
+            Note [Saves to a store].
     """
+    if isinstance(final, UrlPath):
+        final.commit(partial.name)
+        return
+    assert isinstance(partial, Path)  # as `partial_path` made it
     # Contents before the name: after a crash a name must not point to unwritten data.
     sync_files([partial])
     aside = None
@@ -358,6 +377,34 @@ def publish(partial: Path, final: Path) -> None:
         remove_path(aside)
 
 
+def discard(partial: Place, final: Place) -> bool:
+    """Remove what a save has written, which failed; return whether an earlier one is there.
+
+    Args:
+        partial: What was not published.
+        final: Final path.
+    """
+    # The other ranks wait to be told, so that nothing is raised here.
+    if isinstance(final, UrlPath):
+        with contextlib.suppress(OSError, CheckpointError):
+            current = current_of(final)
+            # A store may have made it the current one, and not have been able to say so.
+            if current != partial:
+                remove_path(partial)
+            return current != final
+        return False
+    with contextlib.suppress(OSError):
+        remove_path(partial)
+    return os.path.lexists(final)  # unlike `Path.exists`, also of a name that is too long
+
+
+def missing_in(folder: Place, names: Iterable[str]) -> set[str]:
+    """Return which names a folder has not."""
+    if isinstance(folder, UrlPath):
+        return set(names) - folder.names()
+    return {name for name in names if not (folder / name).exists()}
+
+
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two paths atomically; return False where the system cannot."""
     # Python's os module has no binding of it; the C library has one on Linux.
@@ -370,15 +417,20 @@ def _exchange(first: Path, second: Path) -> bool:
     )
 
 
-def partial_path(path: Path) -> Path:
+def partial_path(path: P, name: str | None = None) -> P:
     """Return a path for what is to become `path`, which no other save is given.
 
     On SLURM, Lightning resumes from the highest number after ``hpc_ckpt_`` in any name: that of a
     save that was killed must not be among them.
 
     Args:
-        path: Final path, in the same folder.
+        path: Final path, in the same folder; of a URL, the folder.
+        name: The name that another rank was given.
     """
+    if isinstance(path, UrlPath):
+        return path / (name or f"save-{secrets.token_hex(4)}")
+    if name is not None:
+        return path.with_name(name)
     # Two runs that save to one path must not write into one file. What differs is the suffix, as
     # torch names the folder in its archive after the rest.
     return path.with_name(f"{_hidden(path.name)}.partial-{secrets.token_hex(4)}")
@@ -392,8 +444,10 @@ def partials_of(path: Path) -> list[Path]:
     return [partial for partial in found if pattern.fullmatch(partial.name)]
 
 
-def remove_left_over(path: Path) -> None:
-    """Remove what saves to `path` that were killed have left."""
+def remove_left_over(path: Place) -> None:
+    """Remove what saves to `path` that were killed have left; of a URL, the next save does."""
+    if isinstance(path, UrlPath):
+        return
     for partial in partials_of(path):
         remove_path(partial)
 
@@ -408,13 +462,15 @@ def _hidden(name: str) -> str:
     return os.fsdecode(hidden)
 
 
-def remove_path(path: Path) -> None:
+def remove_path(path: Place) -> None:
     """Remove a file, a link or a folder; do nothing if it does not exist.
 
     Args:
         path: Path to remove; of a link, the link.
     """
-    if path.is_symlink() or path.is_file():
+    if isinstance(path, UrlPath):
+        path.remove()
+    elif path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     elif path.is_dir():
         hidden = path

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lightning_par.checkpoint.file_system import current_of, Place
 from lightning_par.checkpoint.index import (
     Chunk,
     INDEX,
@@ -50,7 +51,7 @@ class Store(ABC):
     index: Index
     files: TensorFiles
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._path = path
 
     @abstractmethod
@@ -111,7 +112,7 @@ class FolderStore(Store):
         CheckpointError: Manifest or index are missing, damaged or malformed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         super().__init__(path)
         # The chain of trust: the manifest has its own checksum and those of all files, the index
         # among them.
@@ -152,14 +153,14 @@ class FolderStore(Store):
     def _parts(self, name: str) -> Iterator[memoryview]:
         path, length = self._path / name, self.manifest.files[name].length
         check_regular(path)
-        found = path.stat().st_size
-        if found != length:
-            raise CheckpointError(
-                "LP502", f"{name} is damaged: it has {found} bytes instead of {length}"
-            )
         # Through one buffer: a file may be larger than the memory.
         block = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:
+            found = file.seek(0, os.SEEK_END)
+            if found != length:
+                told = f"{name} has {found} bytes, but {length} were written"
+                raise CheckpointError("LP502", told)
+            file.seek(0)
             while count := file.readinto(block):
                 yield block[:count]
 
@@ -323,10 +324,12 @@ def _nbytes(entry: TensorEntry, chunk: Chunk) -> int:
     return torch.Size(chunk.shape).numel() * entry.dtype.itemsize
 
 
-def open_store(path: Path) -> Store:
+def open_store(path: Place) -> Store:
     """Return the store of a checkpoint.
 
     Raises:
         CheckpointError: It is missing, damaged or malformed.
     """
-    return FileStore(path) if path.is_file() else FolderStore(path)
+    if isinstance(path, Path) and path.is_file():
+        return FileStore(path)
+    return FolderStore(current_of(path))

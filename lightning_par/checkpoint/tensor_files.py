@@ -2,18 +2,20 @@
 hold parts of it.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import safe_open, SafetensorError
 from torch import Tensor
 
-from lightning_par.checkpoint.index import Chunk, TensorEntry
+from lightning_par.checkpoint.file_system import Place, UrlPath
+from lightning_par.checkpoint.index import Chunk, TensorEntry, well_formed
 from lightning_par.checkpoint.progress import advance
-from lightning_par.checkpoint.storage import check_regular
+from lightning_par.checkpoint.storage import check_regular, DTYPES
 from lightning_par.errors import CheckpointError
 
 __all__ = [
@@ -48,8 +50,66 @@ def overlap(
     return common
 
 
+_BLOCK = 4 << 20
+"""Bytes of a request to a store for less than that: small tensors lie one behind the other."""
+
+
+class _StoreFile:
+    """A safetensors file behind a URL, of which ranges are loaded; else as `safe_open` gives it.
+
+    Args:
+        path: The file.
+        load: Gives a range of bytes of a file, and remembers some.
+
+    Raises:
+        CheckpointError: It is no such file.
+    """
+
+    def __init__(self, path: UrlPath, load: Callable[[UrlPath, int, int], bytes]) -> None:
+        self._path, self._load_range = path, load
+        with well_formed(str(path)):
+            self._start = 8 + int.from_bytes(self._load(0, 8), "little")
+            self._header = dict(json.loads(self._load(8, self._start)))
+
+    def get_tensor(self, key: str) -> Tensor:
+        """Load a tensor."""
+        with well_formed(f"{self._path}: {key}"):
+            entry = self._header[key]
+            return self._values(entry, entry["shape"], *entry["data_offsets"])
+
+    def get_rows(self, box: Chunk, first: int, end: int) -> Tensor:
+        """Load the rows of a stored box from `first` up to `end`."""
+        with well_formed(f"{self._path}: {box.key}"):
+            entry = self._header[box.key]
+            if tuple(entry["shape"]) != box.shape:
+                raise ValueError(
+                    f"{entry['shape']} is not the shape {list(box.shape)} of the index"
+                )
+            low, high = entry["data_offsets"]
+            row = (high - low) // max(1, box.shape[0])
+            shape = [end - first, *box.shape[1:]]
+            return self._values(entry, shape, low + first * row, low + end * row)
+
+    def _values(self, entry: dict[str, Any], shape: Sequence[int], low: int, end: int) -> Tensor:
+        data, dtype = bytearray(self._load(self._start + low, self._start + end)), entry["dtype"]
+        # `frombuffer` takes no empty buffer.
+        found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+        return found.view(DTYPES[dtype]).view(tuple(shape))
+
+    def _load(self, low: int, end: int) -> bytes:
+        # A store refuses to give nothing of the end of a file.
+        if low == end:
+            return b""
+        if end - low >= _BLOCK:
+            return self._path.read_bytes(low, end)
+        first = low // _BLOCK
+        places = range(first * _BLOCK, end, _BLOCK)
+        found = [self._load_range(self._path, place, place + _BLOCK) for place in places]
+        return b"".join(found)[low - first * _BLOCK : end - first * _BLOCK]
+
+
 class TensorFiles:
-    """Safetensors files of a folder, memory-mapped at their first use.
+    """Safetensors files of a folder, memory-mapped at their first use; of a URL, loaded in ranges.
 
     Args:
         folder: Folder of the files.
@@ -59,9 +119,10 @@ class TensorFiles:
         bytes_read: Bytes of tensors copied out of the files so far.
     """
 
-    def __init__(self, folder: Path, *, follows_links: bool = False) -> None:
+    def __init__(self, folder: Place, *, follows_links: bool = False) -> None:
         self._folder, self._follows_links = folder, follows_links
         self._open: dict[str, Any] = {}
+        self._load = functools.lru_cache(16)(UrlPath.read_bytes)
         self.bytes_read = 0
 
     # What `safe_open` returns cannot be copied.
@@ -80,19 +141,26 @@ class TensorFiles:
             CheckpointError: The file is missing, not a regular one, not a safetensors file, or has
                 no such tensor.
         """
+        found: Tensor = self._read(file, lambda opened: opened.get_tensor(key))
+        return found
+
+    def _read(self, file: str, read: Callable[[Any], Any]) -> Any:
+        path = self._folder / file
         try:
             # Opened once: parsing a header with thousands of names takes longer than a tensor.
             if file not in self._open:
                 if not self._follows_links:
-                    check_regular(self._folder / file)
-                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
-            found: Tensor = self._open[file].get_tensor(key)
+                    check_regular(path)
+                self._open[file] = (
+                    _StoreFile(path, self._load)
+                    if isinstance(path, UrlPath)
+                    else safe_open(path, framework="pt", device="cpu")
+                )
+            return read(self._open[file])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                "LP502",
-                f"{self._folder / file} cannot be read ({error}). Use another checkpoint.",
+                "LP502", f"{path} cannot be read ({error}). Use another checkpoint."
             ) from error
-        return found
 
     @torch.no_grad()
     def read_box(self, entry: TensorEntry, offset: Sequence[int], out: Tensor) -> None:
@@ -112,15 +180,27 @@ class TensorFiles:
             common = overlap(chunk, offset, out.shape)
             if common is None:
                 continue
-            source, target = self._chunk(entry, chunk), out
+            source, target = self._rows(entry, chunk, common), out
             for dim, (low, high) in enumerate(common):
-                source = source.narrow(dim, low - chunk.offset[dim], high - low)
+                if dim:
+                    source = source.narrow(dim, low - chunk.offset[dim], high - low)
                 target = target.narrow(dim, low - offset[dim], high - low)
             # Casts and moves to the device on the way: dtypes of the file and of the run may
             # differ.
             target.copy_(source)
             self.bytes_read += source.nbytes
             advance("read", source.nbytes)
+
+    def _rows(self, entry: TensorEntry, chunk: Chunk, common: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a stored box in those rows that are wanted, all of each."""
+        if not common:
+            return self._chunk(entry, chunk)
+        first, end = (place - chunk.offset[0] for place in common[0])
+        # Of a mapped file only those pages are read anyway.
+        if not isinstance(self._folder, UrlPath):
+            return self._chunk(entry, chunk).narrow(0, first, end - first)
+        found: Tensor = self._read(chunk.file, lambda opened: opened.get_rows(chunk, first, end))
+        return found
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         found = self.tensor(chunk.file, chunk.key)

@@ -1,17 +1,16 @@
 """Checkpoint writer: the steps of a save in either form, and a save as a folder.
 
-Files are written under a hidden name, and renamed once they are complete.
+Files are written under a hidden name, and renamed once they are complete; of a URL see
+Note [Saves to a store].
 """
 
-import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
+from lightning_par.checkpoint.file_system import Place
 from lightning_par.checkpoint.index import (
     Chunk,
     file_name,
@@ -26,11 +25,12 @@ from lightning_par.checkpoint.optimizer_groups import merge_groups
 from lightning_par.checkpoint.part import Part, Plain
 from lightning_par.checkpoint.storage import (
     ChecksumFile,
+    discard,
     FileRecord,
+    missing_in,
     partial_path,
     publish,
     remove_left_over,
-    remove_path,
     sync_files,
     write_json,
     write_tensors,
@@ -105,7 +105,7 @@ class Save(ABC):
         metadata: What rank 0 adds.
     """
 
-    def __init__(self, path: Path, part: Part, metadata: SaveMetadata) -> None:
+    def __init__(self, path: Place, part: Part, metadata: SaveMetadata) -> None:
         self.path, self.part = path, part
         self._metadata = metadata
         self._partial = partial_path(path)
@@ -164,7 +164,7 @@ class Save(ABC):
         report = Report(rank=self.part.rank, step=self.part.step)
         try:
             # The name is that of rank 0; each rank has made another one.
-            self._partial = self.path.with_name(layout.partial)
+            self._partial = partial_path(self.path, layout.partial)
             report.files = self._write(layout.starts)
         except Exception as error:
             report.error = describe(error)
@@ -208,12 +208,10 @@ class Save(ABC):
 
     def _failed(self, error: Exception) -> CheckpointError:
         """Remove what was written; return the error that says so."""
-        with contextlib.suppress(OSError):  # the other ranks wait to be told
-            remove_path(self._partial)
+        kept = discard(self._partial, self.path)
         cause = error.message if isinstance(error, CheckpointError) else f"rank 0: {error}"
         # Nothing has been done to the final path before `publish`, whose last step may still
         # fail.
-        kept = os.path.lexists(self.path)  # unlike `Path.exists`, also of a name that is too long
         before = (
             "The checkpoint that was there before is unchanged"
             if kept
@@ -289,14 +287,16 @@ class FolderSave(Save):
 
     def _seal(self, reports: Sequence[Report]) -> None:
         folder, manifest = self._partial, self._metadata.manifest
+        wrote = [(r.rank, name) for r in reports for name in r.files]
+        # Of a store one list: a request for each file of each rank would take long.
+        missing = missing_in(folder, [name for _, name in wrote])
         # On a node of its own disk a rank wrote successfully, and rank 0 would publish without
         # it.
         problems = [
-            f"rank {reports[0].rank} does not see the file {name}, which rank {r.rank} wrote; save "
+            f"rank {reports[0].rank} does not see the file {name}, which rank {rank} wrote; save "
             "into a folder that all nodes share"
-            for r in reports
-            for name in r.files
-            if not (folder / name).exists()
+            for rank, name in wrote
+            if name in missing
         ]
         if problems:
             raise CheckpointError("LP508", "; ".join(problems))

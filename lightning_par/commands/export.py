@@ -23,7 +23,7 @@ def export(
     a plain Trainer reads; or as a folder that from_pretrained of Hugging Face reads.
 
     Args:
-        ckpt: The checkpoint, a folder or a file.
+        ckpt: The checkpoint, a folder, a file or a URL.
         out: model.safetensors, name.ckpt, or the folder of ``--format huggingface``.
         format: file: as the suffix of --out says; huggingface: a folder with config.json and
             model.safetensors.
@@ -41,10 +41,11 @@ def export(
     )
     with quick_imports():
         from lightning_par.checkpoint.export import export_checkpoint, export_weights
+        from lightning_par.checkpoint.file_system import place_of
         from lightning_par.checkpoint.reader import CheckpointReader
         from lightning_par.huggingface import export_folder
 
-    reader = CheckpointReader(Path(ckpt))
+    reader = CheckpointReader(place_of(ckpt))
     if is_folder:
         names = export_folder(reader, path, max_shard_bytes=int(max_shard_gb * 1e9))
         size = sum(file.stat().st_size for file in path.iterdir())

@@ -1,7 +1,6 @@
 """The command that shows and verifies a checkpoint."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_par.commands import PathName, quick_imports
@@ -19,7 +18,7 @@ def inspect(checkpoint: PathName, *, tensors: bool = False, no_verify: bool = Fa
     Exits with status 1 if a file is damaged.
 
     Args:
-        checkpoint: A folder or a file.
+        checkpoint: A folder, a file or a URL.
         tensors: List every weight.
         no_verify: Do not read the files.
 
@@ -27,9 +26,10 @@ def inspect(checkpoint: PathName, *, tensors: bool = False, no_verify: bool = Fa
         CheckpointError: The manifest or the index is missing or damaged.
     """
     with quick_imports():
+        from lightning_par.checkpoint.file_system import place_of
         from lightning_par.checkpoint.reader import CheckpointReader
 
-    reader = CheckpointReader(Path(checkpoint))
+    reader = CheckpointReader(place_of(checkpoint))
     print(*_summary(reader), sep="\n")
     if tensors:
         print(*_tensors(reader.index.weights), sep="\n")

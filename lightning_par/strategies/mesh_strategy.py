@@ -280,7 +280,7 @@ class MeshStrategy(ParallelStrategy):
         plugin = offload_precision(self.options.offload_options, self.precision_plugin)
         self.precision_plugin = plugin
         assert self.lightning_module is not None
-        self._saving.check(self.checkpoint_io, self.lightning_module.trainer.checkpoint_callbacks)
+        self._saving.check(self.checkpoint_io, self.lightning_module.trainer)
         super().setup_environment()
         self.processes.set_up()
         defer_averages(self.lightning_module.trainer)

@@ -403,10 +403,15 @@ def test_what_cannot_be_loaded_or_saved_is_refused(rank: int, world: int, tmp_pa
         fit(world, "dp2", [], module=Frozen(), ckpt=tmp_path / "a.ckpt", max_epochs=3)
     with pytest.raises(CheckpointError, match=r"unexpected model\.blocks\.3"):
         fit(world, "dp2", [], module=Short(), ckpt=tmp_path / "a.ckpt", max_epochs=3)
-    saver = ModelCheckpoint("memory://x", "a")
-    with pytest.raises(ConfigurationError, match=r"memory://x.*checkpoint_format='file'"):
-        fit(world, "dp2", [saver], strategy=folder)
-    fit(world, "dp2", [ModelCheckpoint("memory://x", "a")])  # gathered, as for every such place
+    for options in ({}, folder):
+        with pytest.raises(ConfigurationError, match=r"memory://x is in the memory of one process"):
+            fit(world, "dp2", [ModelCheckpoint("memory://x", "a")], strategy=options)
+    made = fit(world, "dp2", [], strategy={"checkpoint_format": "file"})
+    with pytest.raises(ConfigurationError, match=r"'file' is not supported for the URL file://.*"):
+        made.save_checkpoint(f"file://{tmp_path}/u.ckpt")
+    made = fit(world, "dp2", [], strategy=folder)
+    with pytest.raises(ConfigurationError, match=r"storage_options are for URLs.*Leave them out"):
+        made.save_checkpoint(tmp_path / "u.ckpt", storage_options={"key": "a"})
 
 
 class Frozen(TalkativeModule):

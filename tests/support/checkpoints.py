@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint.file_system import Place
 from lightning_par.checkpoint.file_writer import FileSave
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.part import make_part
@@ -73,7 +74,7 @@ def part_of(
     )
 
 
-def write_together(path: Path, seed: int, state: Any, *, as_file: bool) -> Path:
+def write_together(path: Any, seed: int, state: Any, *, as_file: bool) -> Any:
     """Write a checkpoint of two ranks."""
     metadata = SaveMetadata(
         manifest=Manifest(world_size=WORLD, step=seed, epoch=seed),
@@ -88,7 +89,7 @@ def write_together(path: Path, seed: int, state: Any, *, as_file: bool) -> Path:
     return path
 
 
-def write_folder(path: Path, seed: int, state: Any = None) -> Path:
+def write_folder(path: Any, seed: int, state: Any = None) -> Any:
     """Write a checkpoint of two ranks that is a folder."""
     return write_together(path, seed, state, as_file=False)
 
@@ -102,7 +103,7 @@ WRITERS = {"folder": write_folder, "file": write_file}
 """Form of a checkpoint -> function that writes one of two ranks."""
 
 
-def save_alone(path: Path, seed: int, *, as_file: bool = False) -> None:
+def save_alone(path: Place, seed: int, *, as_file: bool = False) -> None:
     """Save as the only rank."""
     order = SaveMetadata(
         manifest=Manifest(world_size=1, step=seed), aliases={}, place=list(make_values(seed)).index
@@ -110,7 +111,7 @@ def save_alone(path: Path, seed: int, *, as_file: bool = False) -> None:
     CheckpointSaver().save(path, part_of(seed, 0, 1, as_file=as_file), order)
 
 
-def read_folder(path: Path) -> dict[str, Tensor]:
+def read_folder(path: Place) -> dict[str, Tensor]:
     """Everything in a checkpoint that is a tensor, and the seed that made it."""
     reader = CheckpointReader(path)
     (optimizer,) = reader.optimizers()
@@ -125,7 +126,7 @@ def expected(seed: int) -> dict[str, Tensor]:
     return {**values, **moments, "state": torch.full((3,), seed)}
 
 
-def holds(path: Path, seed: int) -> bool:
+def holds(path: Place, seed: int) -> bool:
     """Whether a checkpoint holds exactly what a seed makes."""
     found, wanted = read_folder(path), expected(seed)
     found.pop("tied", None)
@@ -134,7 +135,7 @@ def holds(path: Path, seed: int) -> bool:
     )
 
 
-def find_problems(path: Path) -> list[str]:
+def find_problems(path: Place) -> list[str]:
     """Verify every file of a checkpoint: one message per missing or damaged one."""
     try:
         reader = CheckpointReader(path)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
+from lightning_par.checkpoint.file_system import Place, place_of
 from lightning_par.checkpoint.index import well_formed
 from lightning_par.checkpoint.plain_file import check_state, reading_plain
 from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint, no_checkpoint
@@ -77,25 +78,23 @@ class CheckpointLoad:
             CheckpointError: It is missing, damaged (on every rank, with every damaged file) or
                 needs to be trusted.
         """
-        path = Path(filepath)
+        path, place = Path(filepath), place_of(filepath)
         self.restores_optimizer, self._own = True, None
-        # A URL is Lightning's alone: it has no path to look at.
-        if "://" not in str(filepath):
-            self._processes.check_path(str(filepath))
-            if is_checkpoint(path):
-                return self._read_ours(module, path, unpickle=weights_only is False)
+        self._processes.check_path(str(filepath))
+        if is_checkpoint(place):
+            return self._read_ours(module, place, unpickle=weights_only is False)
         # What a Lightning checkpoint needs at least, so that the Trainer takes plain weights for
         # one.
         if holds_weights_only(path):
             self.restores_optimizer = False
             version = {"pytorch-lightning_version": lightning.__version__}
             return {**version, "state_dict": find_weights(path), "lr_schedulers": []}
-        if path.is_dir():
-            raise no_checkpoint(path)
+        if place.is_dir():
+            raise no_checkpoint(place)
         return _read_file(filepath, weights_only, checkpoint_io)
 
     def _read_ours(
-        self, module: pl.LightningModule | None, path: Path, *, unpickle: bool
+        self, module: pl.LightningModule | None, path: Place, *, unpickle: bool
     ) -> dict[str, Any]:
         fitting = _is_fitting(module)
         # Without the optimizers where none is loaded: their files are the largest.
@@ -153,7 +152,7 @@ class CheckpointLoad:
                 "compression had kept for later steps is not loaded."
             )
 
-    def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:
+    def _verify(self, path: Place, *, optimizer: bool) -> CheckpointReader:
         """Compare every file with its checksum, each on one rank, and agree on what is wrong."""
         rank, world_size = self._processes.rank, self._processes.world_size
         code, problems = "LP502", list[str]()
@@ -166,6 +165,8 @@ class CheckpointLoad:
             problems = reader.problems(names[rank::world_size])
         except CheckpointError as error:
             code, problems = error.code, [error.message]
+        except OSError as error:  # a store that one rank does not reach
+            problems = [str(error)]
         everywhere: list[Any] = [(code, problems)]
         if world_size > 1:
             everywhere = [None] * world_size

@@ -3,18 +3,20 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
-from lightning_par.checkpoint.file_system import holds_one_file
+from lightning_par.checkpoint.file_system import holds_one_file, Place, place_of, UrlPath
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.part import make_part, Part
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
@@ -30,6 +32,7 @@ from lightning_par.strategies.components.weight_averages import LocalWeights
 from lightning_par.strategies.hooks.shown_checkpoint import named_states
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.shared_folders import checkpoint_folders
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.upstream.pytree import tree_map
 from lightning_par.version import __version__
@@ -65,9 +68,9 @@ def mesh_sizes(sizes: ParallelSizes) -> dict[str, int]:
 class CheckpointSave:
     """Saves weights, optimizers and the state of the Trainer on a mesh.
 
-    Every rank writes its part, into one file or into a folder. What another plugin than Lightning's
-    own writes, or what goes to another place than a file system, is gathered on rank 0 instead; so
-    it is where somebody has replaced `torch.save`, or the method of Lightning's plugin.
+    Every rank writes its part, into one file or into a folder; to a URL, into a folder. What
+    another plugin than Lightning's own writes is gathered on rank 0 instead; so it is where
+    somebody has replaced `torch.save`, or the method of Lightning's plugin.
 
     Args:
         options: The form of checkpoints, and whether training goes on while one is written.
@@ -87,17 +90,17 @@ class CheckpointSave:
         self.leads, self._names = True, list[list[list[str]]]()
         self.share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
-    def check(self, checkpoint_io: CheckpointIO, callbacks: Sequence[Checkpoint]) -> None:
-        """Refuse plugins and callbacks that the options cannot serve.
+    def check(self, checkpoint_io: CheckpointIO, trainer: pl.Trainer) -> None:
+        """Refuse plugins, callbacks and URLs that the options cannot serve.
 
         Args:
             checkpoint_io: Lightning's plugin that writes checkpoints as files.
-            callbacks: Those of the Trainer that save checkpoints.
+            trainer: Has the callbacks that save checkpoints.
 
         Raises:
             ConfigurationError: With every problem.
         """
-        problems = []
+        problems, callbacks = [], trainer.checkpoint_callbacks
         # `type` and not isinstance: a subclass may write anything.
         plugin, foreign = type(checkpoint_io).__name__, type(checkpoint_io) is not TorchCheckpointIO
         if self._form == "folder" and foreign:
@@ -118,7 +121,27 @@ class CheckpointSave:
                 "link would point to a checkpoint that is not complete yet. Use save_last=True."
             )
         problems += [text for callback in callbacks if (text := _too_long(callback)) is not None]
+        saves = trainer.state.fn == TrainerFn.FITTING and not foreign
+        for folder in checkpoint_folders(trainer) if saves else ():
+            problems += self._problems_of(place_of(folder))
         raise_problems(ConfigurationError, "LP511", problems)
+
+    def _problems_of(self, place: Place) -> list[str]:
+        """Return why the ranks cannot save together there, if so."""
+        if not isinstance(place, UrlPath) or self._processes.sizes.world_size == 1:
+            return []
+        if place.is_of_one_process:
+            return [
+                f"{place} is in the memory of one process, which the other ranks do not share. "
+                "Save to a store that all ranks reach, such as s3://..., or to a folder."
+            ]
+        if self._form == "file":
+            return [
+                f"checkpoint_format='file' is not supported for the URL {place}: a store takes a "
+                "file from one process only, so rank 0 would need memory for all of it. Use "
+                "checkpoint_format='folder' or 'auto'; lightning-par export makes a file of it."
+            ]
+        return []
 
     def weights(self, model: ParallelModel) -> dict[str, Any]:
         """Return what checkpoints are made of: this rank's part of the state dict, or all of it
@@ -179,7 +202,7 @@ class CheckpointSave:
             model: The model on its mesh.
             checkpoint: With what `weights` and `optimizer` gave.
             filepath: A folder or a file, as the options say.
-            storage_options: For the checkpoint plugin; not for folders.
+            storage_options: For fsspec, if it is a URL; or for the checkpoint plugin.
             checkpoint_io: Lightning's plugin, which writes what is gathered.
 
         Raises:
@@ -214,29 +237,34 @@ class CheckpointSave:
         checkpoint = self._gather_averages(model, checkpoint)
         # From rank 0: names with a time or a metric in them may differ between ranks.
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
-        is_elsewhere = storage_options is not None or "://" in path
-        if is_elsewhere and self._form == "folder":
+        place = place_of(path, storage_options)
+        is_url = isinstance(place, UrlPath)
+        if storage_options is not None and not is_url and self._form == "folder":
             raise ConfigurationError(
                 "LP511",
-                f"save_checkpoint({path!r}, storage_options={storage_options!r}) is not supported "
-                "with checkpoint_format='folder', which writes only to a path of the file system. "
-                "Use checkpoint_format='file'.",
+                f"save_checkpoint({path!r}, storage_options={storage_options!r}) is not supported, "
+                "since storage_options are for URLs, such as s3://..., and this is a path. Leave "
+                "them out.",
             )
-        in_parts = not is_elsewhere and _writes_plainly(checkpoint_io)
-        if not in_parts or not self._save_parts(model, checkpoint, Path(path), as_file=as_file):
+        in_parts = _writes_plainly(checkpoint_io)
+        if in_parts:
+            raise_problems(ConfigurationError, "LP511", self._problems_of(place))
+            in_parts = not as_file if is_url else storage_options is None
+        if not in_parts or not self._save_parts(model, checkpoint, place, as_file=as_file):
             self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
             if in_parts:
-                self._saver.note(Path(path))
+                self._saver.note(place)
         # The link may name what a save in the background has still to write.
         if self._processes.rank == 0:
             link_requeue_checkpoint(str(filepath), model.module.trainer)
 
     def _save_parts(
-        self, model: ParallelModel, checkpoint: dict[str, Any], path: Path, *, as_file: bool
+        self, model: ParallelModel, checkpoint: dict[str, Any], path: Place, *, as_file: bool
     ) -> bool:
         """Let every rank write its part; return False if one device has to save it otherwise."""
         # A node that does not share the folder is named here, before anything is written.
-        self._processes.check_folder(str(path.parent))
+        if isinstance(path, Path):
+            self._processes.check_folder(str(path.parent))
         part = self._make_part(model, checkpoint, as_file=as_file)
         metadata = self._metadata(model, checkpoint)
         try:
@@ -288,6 +316,9 @@ class CheckpointSave:
         return {**checkpoint, **tree_map(gathered, rest)}
 
     def _is_file(self, path: str) -> bool:
+        if self._form == "auto" and "://" in path:
+            # One rank has all of it, in the form that Lightning reads from there.
+            return self._processes.world_size == 1
         if self._form == "auto":
             return holds_one_file(Path(path).parent, self._processes.num_nodes)
         return self._form == "file"
@@ -373,6 +404,9 @@ class CheckpointSave:
         if self._processes.rank == 0:
             try:
                 checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+                place = place_of(path, storage_options)
+                if isinstance(place, UrlPath):
+                    place.remove_saves()
             except Exception as error:
                 if self._processes.world_size == 1:
                     raise
@@ -385,10 +419,10 @@ class CheckpointSave:
     def remove(self, filepath: Any, checkpoint_io: CheckpointIO) -> None:
         """Remove a checkpoint; rank 0 does it."""
         if self._processes.rank == 0 and self.leads:
-            if "://" in str(filepath):
+            if "://" in str(filepath) and not _writes_plainly(checkpoint_io):
                 checkpoint_io.remove_checkpoint(filepath)
             else:
-                self._saver.remove(Path(filepath))
+                self._saver.remove(place_of(filepath))
 
     def wait(self) -> None:
         """Wait for a save in the background.

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_par.checkpoint.export import export_checkpoint, verify_files
+from lightning_par.checkpoint.file_system import place_of, UrlPath
 from lightning_par.checkpoint.plain_file import check_state, damage, reading_plain
 from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint, no_checkpoint
 from lightning_par.errors import CheckpointError
@@ -33,7 +34,7 @@ def load_from_checkpoint(
 
     Args:
         module_class: Class of the module.
-        path: A folder or a file of this package, or a file or URL of Lightning.
+        path: A folder, file or URL of this package, or a file or URL of Lightning.
         weights_only: False if you trust the checkpoint, so that pickles in it may be read.
         options: For ``load_from_checkpoint`` of the class: ``map_location``, ``strict``,
             hyper-parameters.
@@ -41,13 +42,14 @@ def load_from_checkpoint(
     Raises:
         CheckpointError: The checkpoint is missing, damaged, or needs to be trusted.
     """
-    if "://" in str(path):
+    place = place_of(path)
+    if isinstance(place, UrlPath) and not is_checkpoint(place):
         return module_class.load_from_checkpoint(path, weights_only=weights_only, **options)
     path = Path(path)
     options |= {"weights_only": weights_only}
-    if is_checkpoint(path):
-        reader = CheckpointReader(path)
-        if path.is_dir():
+    if is_checkpoint(place):
+        reader = CheckpointReader(place)
+        if isinstance(place, UrlPath) or place.is_dir():
             check_state(reader.state(0, unpickle=weights_only is False), path)
             # Lightning makes modules of files only. It maps nothing: the file is gone afterwards.
             with TemporaryDirectory() as folder:

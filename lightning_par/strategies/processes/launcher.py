@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_par.checkpoint.progress import showing
 from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.strategies.components.progress_bar import progress_of
+from lightning_par.strategies.processes.shared_folders import last_behind_url
 from lightning_par.upstream.functions import diverted
 from lightning_par.upstream.lightning import (
     launch_scripts,
@@ -91,7 +92,10 @@ class PreflightLauncher(SubprocessScriptLauncher):
         # Before other processes are started: errors of options are printed once, and within
         # seconds.
         self._preflight(trainer, args[0] if args else None)
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        given = bound.arguments
+        if trainer is not None and given.get("ckpt_path") == "last":
+            given["ckpt_path"] = last_behind_url(trainer) or "last"
         self.data = given.get("train_dataloaders", given.get("dataloaders"))
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
@@ -115,7 +119,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
                 stack.enter_context(diverted(BaseFinetuning.filter_on_optimizer, _not_held))
                 _divide_cores(self.num_processes)
             try:
-                return function(*args, **kwargs)
+                return function(*bound.args, **bound.kwargs)
             # Not an error: a tuner leaves the fit by it.
             except TunerExit:
                 raise

@@ -379,7 +379,8 @@ class MeshProcesses:
 
         **Communicates**: see `check_folder_is_shared`.
         """
-        if self._hosts is not None and folder not in self._shared:
+        # Behind a URL rank 0 sees what is missing, once all have written.
+        if self._hosts is not None and folder not in self._shared and "://" not in folder:
             check_folder_is_shared(folder, self._hosts)
             self._shared.add(folder)
 
@@ -391,7 +392,7 @@ class MeshProcesses:
 
         **Communicates**: see `check_path_is_shared`.
         """
-        if self._hosts is not None:
+        if self._hosts is not None and "://" not in path:
             check_path_is_shared(path, self._hosts)
 
     def _arrange(self) -> None:

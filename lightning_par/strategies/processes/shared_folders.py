@@ -8,11 +8,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_par.checkpoint.file_system import place_of, UrlPath
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.processes.hosts import HostOf
 
-__all__ = ["check_folder_is_shared", "check_path_is_shared", "checkpoint_folders"]
+__all__ = [
+    "check_folder_is_shared",
+    "check_path_is_shared",
+    "checkpoint_folders",
+    "last_behind_url",
+]
 
 _CURE = (
     "Use a folder on a file system that all hosts share: ModelCheckpoint(dirpath=...) or "
@@ -22,12 +29,31 @@ _CURE = (
 
 
 def checkpoint_folders(trainer: pl.Trainer) -> list[str]:
-    """Return the folders of the file system below which a Trainer saves checkpoints."""
+    """Return the folders, or URLs, below which a Trainer saves checkpoints."""
     logger = trainer.loggers[0].save_dir if trainer.loggers else None
     default = str(logger or trainer.default_root_dir)
     saving = trainer.checkpoint_callbacks
     found = [str(getattr(callback, "dirpath", None) or default) for callback in saving]
-    return [folder for folder in dict.fromkeys(found) if "://" not in folder]
+    return list(dict.fromkeys(found))
+
+
+def last_behind_url(trainer: pl.Trainer) -> str | None:
+    """Return the newest checkpoint that ``ckpt_path="last"`` stands for, if it is behind a URL.
+
+    Lightning would look for it on the disk, find none, and train from the start: what fsspec lists
+    has no protocol.
+    """
+    found = dict[str, Any]()
+    for callback in trainer.checkpoint_callbacks:
+        folder = place_of(getattr(callback, "dirpath", None) or "")
+        if not isinstance(callback, ModelCheckpoint) or not isinstance(folder, UrlPath):
+            continue
+        begin, end = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
+        for name in folder.names():
+            if name.startswith(begin) and name.endswith(end):
+                time = (folder / name).written_at()
+                found |= {} if time is None else {str(folder / name): time}
+    return max(found, key=lambda url: found[url]) if found else None
 
 
 def check_folder_is_shared(folder: str, hosts: Sequence[HostOf]) -> None:

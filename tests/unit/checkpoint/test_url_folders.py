@@ -1,0 +1,155 @@
+"""Checkpoints below a URL: the one before is whole until the next one is."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_par.checkpoint import tensor_files
+from lightning_par.checkpoint.file_system import CURRENT, place_of, UrlPath
+from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
+from lightning_par.checkpoint.storage import remove_path
+from lightning_par.errors import CheckpointError
+from tests.support.checkpoints import expected, find_problems, holds, save_alone, write_folder
+from tests.support.url_stores import DiskStore, StoreOptions
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> UrlPath:
+    """A URL at which nothing is yet."""
+    store = StoreOptions(f"disk://{tmp_path}/store")
+    store.use()
+    found = place_of(f"{store.root}/a.ckpt")
+    assert isinstance(found, UrlPath)
+    return found
+
+
+def test_it_holds_what_the_ranks_wrote_and_nothing_of_earlier_saves(
+    url: UrlPath, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        write_folder(url, seed)
+        assert is_checkpoint(url)
+        assert find_problems(url) == []
+        assert holds(url, seed)
+    saved = [path.name for path in Path(url.key).iterdir() if path.is_dir()]
+    assert url.names() == {CURRENT, *saved}
+    assert len(saved) == 1
+    # A copy of it on a disk is a checkpoint, too.
+    shutil.copytree(url.key, tmp_path / "copy")
+    assert is_checkpoint(tmp_path / "copy")
+    assert holds(tmp_path / "copy", 2)
+
+
+@pytest.mark.parametrize("block", [16, 64, 4 << 20])
+def test_only_the_wanted_rows_are_loaded(
+    block: int, url: UrlPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "_BLOCK", block)
+    write_folder(url, 3)
+    reader = CheckpointReader(url)
+    table, wanted = reader.weights().find("table"), expected(3)["table"]
+    for low, high, first, end in [(0, 7, 0, 5), (3, 5, 1, 4), (6, 7, 4, 5)]:
+        out = torch.empty(high - low, end - first)
+        before = reader.files.bytes_read
+        table.read_box((low, first), out)
+        assert torch.equal(out, wanted[low:high, first:end])
+        assert reader.files.bytes_read - before == out.nbytes
+
+
+def test_memory_of_one_process_is_a_store_like_others() -> None:
+    url = place_of("memory://of_a_test/a.ckpt")
+    assert isinstance(url, UrlPath)
+    assert url.is_of_one_process
+    write_folder(url, 1)
+    save_alone(url, 2)
+    assert find_problems(url) == []
+    assert holds(url, 2)
+    remove_path(url)
+    assert not url.exists()
+
+
+class BrokenError(Exception):
+    """What the client of a store raises: no OSError."""
+
+
+def break_at(number: int, monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> list[str]:
+    """Let the n-th change of the store fail, and all that follow; return the changes.
+
+    With `answers` false that one is done, and only its answer is lost.
+    """
+    done: list[str] = []
+
+    def breaking(name: str) -> Any:
+        original = getattr(DiskStore, name)
+
+        def call(self: Any, *given: Any, **options: Any) -> Any:
+            if name == "open" and given[1:] == ("rb",):
+                return original(self, *given, **options)
+            done.append(name)
+            if len(done) > number or (len(done) == number and answers):
+                raise BrokenError(f"change {len(done)}: {name}")
+            found = original(self, *given, **options)
+            if len(done) == number:
+                raise BrokenError(f"answer of {number}: {name}")
+            return found
+
+        return call
+
+    for name in ("open", "pipe_file", "makedirs", "rm"):
+        monkeypatch.setattr(DiskStore, name, breaking(name))
+    return done
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_store_that_fails_leaves_the_old_or_the_new_one_whole(
+    answers: bool, url: UrlPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed, outcomes = 1, list[bool]()
+    write_folder(url, seed)
+    for number in range(1, 100):
+        with monkeypatch.context() as patch:
+            changes = break_at(number, patch, answers=answers)
+            try:
+                write_folder(url, seed + 1)
+            except CheckpointError as error:
+                said = str(error)
+                assert f"{url} was not saved" in said
+                assert "BrokenError: " in said
+                assert "LP508" in said
+        assert find_problems(url) == []
+        new = holds(url, seed + 1)
+        assert new or holds(url, seed)
+        outcomes.append(new)
+        seed += new
+        if len(changes) < number:
+            break
+    assert outcomes.count(False) >= 8  # each file, the manifest and what makes it count
+    assert outcomes.count(True) >= 2
+    # What was left is cleared away by the next save.
+    write_folder(url, 9)
+    assert len(url.names()) == 2
+
+
+def test_damage_is_found(url: UrlPath) -> None:
+    write_folder(url, 1)
+    (save,) = (path for path in Path(url.key).iterdir() if path.is_dir())
+    file = save / "weights-00001-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert [text.partition(" is ")[0] for text in find_problems(url)] == [file.name]
+    file.write_bytes(content[:-1])
+    assert "bytes, but" in find_problems(url)[0]
+    file.unlink()
+    assert find_problems(url) == [f"{file.name} is missing"]
+    (url / CURRENT).write_bytes(b"../other")
+    with pytest.raises(CheckpointError, match=r"does not hold the name of a folder.*LP502"):
+        CheckpointReader(url)
+
+
+def test_unknown_protocol_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be reached: Protocol not known.*LP501"):
+        place_of("nosuch://a/b.ckpt")
