@@ -81,6 +81,11 @@ class UrlPath:
             return bool(self.files.info(self.key)["type"] == "directory")
         return False
 
+    def size(self) -> int:
+        """Return the length of a file."""
+        with self._asked():
+            return int(self.files.info(self.key)["size"])
+
     def names(self) -> set[str]:
         """Return the names in a folder; none if there is no such folder."""
         with self._asked(), contextlib.suppress(FileNotFoundError):
@@ -101,10 +106,10 @@ class UrlPath:
         with self._asked():
             self.files.makedirs(self.key, exist_ok=exist_ok)
 
-    def open(self, mode: str, buffering: int = 0) -> Any:
-        """Open it, to read or to write it from start to end."""
+    def create(self) -> Any:
+        """Open it to write it, from start to end; what writing raises is the client's own."""
         with self._asked():
-            return self.files.open(self.key, mode)
+            return self.files.open(self.key, "wb")
 
     def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
         """Return its content, or a part of it."""

@@ -116,7 +116,7 @@ class ChecksumFile:
     """
 
     def __init__(self, path: Place, *, parts: bool = False) -> None:
-        self._upload = path.open("wb") if isinstance(path, UrlPath) else None
+        self._upload = path.create() if isinstance(path, UrlPath) else None
         # Not `open`: a buffer would copy the bytes once more, and `pwrite` needs a descriptor.
         if isinstance(path, Path):
             self._descriptor = os.open(path, os.O_WRONLY if parts else _NEW, 0o666)

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lightning_par.checkpoint.file_system import current_of, Place
+from lightning_par.checkpoint.file_system import current_of, Place, UrlPath
 from lightning_par.checkpoint.index import (
     Chunk,
     INDEX,
@@ -36,6 +36,8 @@ __all__ = ["FileStore", "FolderStore", "Store", "open_store"]
 
 _BLOCK = 1 << 20
 """Bytes that are copied and then summed at a time."""
+_REQUEST = 16 << 20
+"""Bytes that are asked of a store at a time."""
 
 
 class Store(ABC):
@@ -153,14 +155,16 @@ class FolderStore(Store):
     def _parts(self, name: str) -> Iterator[memoryview]:
         path, length = self._path / name, self.manifest.files[name].length
         check_regular(path)
+        found = path.size() if isinstance(path, UrlPath) else path.stat().st_size
+        if found != length:
+            raise CheckpointError("LP502", f"{name} has {found} bytes, but {length} were written")
+        if isinstance(path, UrlPath):
+            for low in range(0, length, _REQUEST):
+                yield memoryview(path.read_bytes(low, low + _REQUEST))
+            return
         # Through one buffer: a file may be larger than the memory.
         block = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:
-            found = file.seek(0, os.SEEK_END)
-            if found != length:
-                told = f"{name} has {found} bytes, but {length} were written"
-                raise CheckpointError("LP502", told)
-            file.seek(0)
             while count := file.readinto(block):
                 yield block[:count]
 
