@@ -125,13 +125,14 @@ class UrlPath:
         """Remove a file, or a folder with all that is in it, if it is there."""
         # First what makes it complete: it must not name a save of which files are missing.
         for key in (f"{self.key}/{CURRENT}", self.key):
-            with self._asked(), contextlib.suppress(FileNotFoundError):
+            with self._asked(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self.files.rm(key, recursive=True)
 
     def remove_saves(self) -> None:
         """Remove what is below it: a file of that name has been saved instead."""
-        for name in self.names():
-            (self / name).remove()
+        if (self / CURRENT).exists():
+            for name in (CURRENT, *self.names()):
+                (self / name).remove()
 
     def commit(self, name: str) -> None:
         """Let the save in one folder of it count; what is of earlier ones is removed."""

@@ -59,6 +59,15 @@ def test_only_the_wanted_rows_are_loaded(
         assert reader.files.bytes_read - before == out.nbytes
 
 
+def test_file_of_that_name_is_removed_like_a_folder(url: UrlPath) -> None:
+    Path(url.key).parent.mkdir(parents=True)
+    url.write_bytes(b"what Lightning saves")
+    url.remove_saves()
+    assert url.read_bytes(5) == b"what Lightning saves"[5:]
+    remove_path(url)
+    assert not url.exists()
+
+
 def test_memory_of_one_process_is_a_store_like_others() -> None:
     url = place_of("memory://of_a_test/a.ckpt")
     assert isinstance(url, UrlPath)
