@@ -69,6 +69,11 @@ class UrlPath:
         """Whether other processes see nothing of it: ``memory://``."""
         return self.url.partition("://")[0].rpartition("::")[2] == "memory"
 
+    @property
+    def is_page(self) -> bool:
+        """Whether it is a file behind http, whose address may be signed: no other is asked for."""
+        return self.url.startswith(("http://", "https://"))
+
     def exists(self) -> bool:
         """Return whether there is such a file or folder."""
         with self._asked():
@@ -76,10 +81,8 @@ class UrlPath:
 
     def is_dir(self) -> bool:
         """Return whether it is a folder: names that begin with it, in an object store."""
-        with self._asked(), contextlib.suppress(FileNotFoundError):
-            # Not `isdir`, for which fsspec loads the whole of a file behind http.
-            return bool(self.files.info(self.key)["type"] == "directory")
-        return False
+        with self._asked():
+            return not self.is_page and bool(self.files.isdir(self.key))
 
     def size(self) -> int:
         """Return the length of a file."""
@@ -194,12 +197,18 @@ def current_of(path: Place) -> Place:
         path: A checkpoint; also a copy on a disk of one from a store.
 
     Raises:
-        CheckpointError: The object that names the folder is damaged.
+        CheckpointError: The object that names the folder is damaged, or nothing can be read.
     """
     try:
         name = (path / CURRENT).read_bytes().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return path
+    except OSError as error:
+        raise CheckpointError(
+            "LP501",
+            f"{path} cannot be reached ({error}). Check the path, and that this process may read "
+            "it; keys and endpoints of a URL are settings of fsspec.",
+        ) from error
     if not name or Path(name).name != name:
         raise CheckpointError(
             "LP502", f"{path / CURRENT} does not hold the name of a folder. Use another checkpoint."

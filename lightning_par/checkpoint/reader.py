@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_par.checkpoint.file_system import CURRENT, Place
+from lightning_par.checkpoint.file_system import current_of, Place, UrlPath
 from lightning_par.checkpoint.index import file_name, INDEX, MANIFEST, well_formed
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
 from lightning_par.checkpoint.optimizer_groups import split_states, StoredOptimizer
@@ -38,7 +38,10 @@ def is_checkpoint(path: Place) -> bool:
     if isinstance(path, Path) and is_file:
         return read_manifest(path) is not None
     # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
-    return any((path / name).exists() for name in (CURRENT, MANIFEST, INDEX))
+    if isinstance(path, UrlPath) and path.is_page:
+        return False
+    folder = current_of(path)
+    return folder != path or any((path / name).exists() for name in (MANIFEST, INDEX))
 
 
 def no_checkpoint(folder: Place) -> CheckpointError:

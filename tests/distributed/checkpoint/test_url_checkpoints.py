@@ -70,7 +70,7 @@ def run_at(store: StoreOptions, layout: str, folder: Path, **options: Any) -> li
     return found
 
 
-CHAIN = ["tp2", "dp2 zero 3", "pp2", "tp2 dp2", "one", "tp2"]
+CHAIN = ["tp2", "dp2 zero 3", "pp2", "one", "tp2"]
 
 
 def test_any_layout_goes_on_from_the_url_of_another(
@@ -108,7 +108,7 @@ def train_at(rank: int, world: int, store: StoreOptions, layout: str, options: R
     made = fit(world, layout, [top], module=module, strategy=options)
     made.strategy.barrier()
     found: Run = {
-        "names": sorted(url_of(folder).names()),
+        "names": sorted(n for n in url_of(folder).names() if n.endswith(".ckpt")),
         "best": [f"{url_of(top.best_model_path).name}", "last.ckpt"],
         "url": top.best_model_path.startswith(folder),
         "last is the end": same(made, module, "last"),

@@ -162,3 +162,20 @@ def test_damage_is_found(url: UrlPath) -> None:
 def test_unknown_protocol_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"cannot be reached: Protocol not known.*LP501"):
         place_of("nosuch://a/b.ckpt")
+
+
+def test_store_that_does_not_answer_is_named(url: UrlPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **options: Any) -> None:
+        raise BrokenError("no such endpoint")
+
+    monkeypatch.setattr(DiskStore, "cat_file", refuse)
+    for read in (is_checkpoint, CheckpointReader):
+        with pytest.raises(CheckpointError, match=r"a\.ckpt cannot be reached .*endpoint.*LP501"):
+            read(url)
+
+
+def test_address_of_a_page_is_that_of_a_file_of_lightning() -> None:
+    page = place_of("https://localhost/a.ckpt?signature=1")
+    assert isinstance(page, UrlPath)
+    assert not is_checkpoint(page)  # nothing is asked: another address would be refused
+    assert not page.is_dir()
