@@ -168,7 +168,13 @@ def break_off(
 
 
 @pytest.mark.parametrize(
-    ("victim", "at", "kills"), [(1, 1, False), (1, 2, True), (0, 3, True), (0, 6, True)]
+    ("victim", "at", "kills"),
+    [
+        (1, 1, False),
+        (0, 6, True),
+        pytest.param(1, 2, True, marks=pytest.mark.exhaustive),
+        pytest.param(0, 3, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_save_that_breaks_off_leaves_the_one_before(
     victim: int, at: int, kills: bool, store: StoreOptions, tmp_path: Path
