@@ -151,7 +151,7 @@ def test_damage_is_found(url: UrlPath) -> None:
     file.write_bytes(content)
     assert [text.partition(" is ")[0] for text in find_problems(url)] == [file.name]
     file.write_bytes(content[:-1])
-    assert "bytes, but" in find_problems(url)[0]
+    assert "bytes instead of" in find_problems(url)[0]
     file.unlink()
     assert find_problems(url) == [f"{file.name} is missing"]
     (url / CURRENT).write_bytes(b"../other")
