@@ -30,7 +30,7 @@ def memory(
     with quick_imports():
         import torch
 
-        from lightning_par.commands.run_config import configure
+        from lightning_par.commands.prediction.run_config import configure
         from lightning_par.strategies.memory_estimate import memory_check
 
     more = [f"--config={config}", *fit]

@@ -10,7 +10,7 @@ from lightning_par.commands import FitArguments, quick_imports
 from lightning_par.sizes import ParallelSizes
 
 if TYPE_CHECKING:
-    from lightning_par.commands.run_config import ConfiguredRun
+    from lightning_par.commands.prediction.run_config import ConfiguredRun
     from lightning_par.engine.memory.placement import ParameterPlacement
 
 __all__ = ["plan"]
@@ -32,7 +32,7 @@ def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the o
         LightningParError: The model cannot be sharded over a mesh of these sizes.
     """
     with quick_imports():
-        from lightning_par.commands.run_config import configure
+        from lightning_par.commands.prediction.run_config import configure
 
     run = configure(fit, on_meta=True, on_cpu=True)
     strategy = run.strategy

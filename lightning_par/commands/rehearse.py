@@ -54,7 +54,7 @@ def rehearse(
         LightningParError: What the real run would refuse at its start.
     """
     with quick_imports():
-        from lightning_par.commands.run_config import configure, trainer_number
+        from lightning_par.commands.prediction.run_config import configure, trainer_number
         from lightning_par.verification.rehearse import distinct_ranks
 
     num_nodes = nodes or trainer_number(config, fit, "num_nodes") or 1
@@ -107,7 +107,7 @@ def _make(
     observer: "Callback",
     environment: "LoneEnvironment",
 ) -> "tuple[pl.Trainer, pl.LightningModule, Any]":
-    from lightning_par.commands.run_config import configure
+    from lightning_par.commands.prediction.run_config import configure
 
     # This process is the rehearsal's own. The run's own warnings stay.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -99,7 +99,7 @@ def _read(config: str, length: int | None) -> dict[str, Any]:
     Raises:
         ConfigurationError: It leaves the data to the model.
     """
-    from lightning_par.commands.run_config import read_settings
+    from lightning_par.commands.prediction.run_config import read_settings
 
     given = read_settings(config)
     if given.get("data", {}) is None:

@@ -7,7 +7,7 @@ from lightning_par.commands import FitArguments, quick_imports
 from lightning_par.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_par.commands.run_config import ConfiguredRun
+    from lightning_par.commands.prediction.run_config import ConfiguredRun
     from lightning_par.sizes import ParallelSizes
     from lightning_par.verification.run_trace import Subject, Trace
 
@@ -43,7 +43,7 @@ def verify(*, steps: int = 3, timeout: float = 300.0, fit: FitArguments) -> int:
     if steps < 1:
         raise ConfigurationError("LP902", f"--steps {steps} must be 1 or more.")
     with quick_imports():
-        from lightning_par.commands.run_config import configure
+        from lightning_par.commands.prediction.run_config import configure
         from lightning_par.inference.lookup import find_plan
         from lightning_par.strategies.mesh_strategy import MeshStrategy
         from lightning_par.verification.verify import check_batches, shrink, verify_subject
@@ -72,7 +72,7 @@ def _subject_of(run: "ConfiguredRun", steps: int) -> "Subject":
 
 def _make(arguments: tuple[str, ...], steps: int) -> "Subject":
     """Build module, batches and strategy; every process of the verification calls it."""
-    from lightning_par.commands.run_config import configure
+    from lightning_par.commands.prediction.run_config import configure
 
     return _subject_of(configure(arguments, on_meta=False), steps)
 
@@ -96,7 +96,7 @@ def _verify_other(run: "ConfiguredRun", arguments: tuple[str, ...], timeout: flo
 def _take_step(arguments: tuple[str, ...], ranks: int) -> "Trace":
     """Run the configured step on this rank, and return its report."""
     from lightning_par.callbacks import FirstStepProof
-    from lightning_par.commands.run_config import configure
+    from lightning_par.commands.prediction.run_config import configure
     from lightning_par.upstream.lightning import callbacks_of
     from lightning_par.verification.run_trace import describe_error, Trace
 

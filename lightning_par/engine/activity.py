@@ -5,12 +5,19 @@ bytes of memory that another process of the node may map; writing it costs less 
 and the last record is still there when its writer is gone.
 """
 
+import os
 import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic  # by name: nobody who replaces time.monotonic sees ours
 
 __all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord"]
 
+_STATM = "/proc/self/statm"
+_KEPT = 64
+"""Steps of which is kept what was held after them."""
 BETWEEN_STEPS = "between steps"
 """Action of a rank after an optimizer step, where hooks of the user run."""
 
@@ -62,10 +69,14 @@ class Activity:
 
     Attributes:
         step: Optimizer steps made so far, -1 outside of training.
+        ended: Of the last steps: number, `time.monotonic`, and the bytes held after it.
+        held: Returns the bytes that this rank holds; by default those of its process in memory.
     """
 
     def __init__(self) -> None:
         self.step = -1
+        self.ended: deque[tuple[int, float, int]] = deque(maxlen=_KEPT)
+        self.held: Callable[[], int] = _resident
         self._memory: bytearray | memoryview = bytearray(RECORD_SIZE)
 
     def __reduce__(self) -> tuple[type["Activity"], tuple[()]]:
@@ -92,9 +103,22 @@ class Activity:
         )
 
     def end_step(self) -> None:
-        """Record that the optimizer has stepped."""
+        """Record that the optimizer has stepped, and what is held now."""
         self.begin(BETWEEN_STEPS)
+        self.ended.append((self.step, monotonic(), self.held()))
 
     def now(self) -> ActivityRecord:
         """Return the current record."""
         return ActivityRecord.read(bytes(self._memory))
+
+
+def _resident() -> int:
+    """Return the bytes of this process in memory; 0 where the system does not say."""
+    # Neither a Path nor a file object: it is read after every step.
+    with suppress(OSError):
+        file = os.open(_STATM, os.O_RDONLY)
+        try:
+            return int(os.read(file, 64).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        finally:
+            os.close(file)
+    return 0

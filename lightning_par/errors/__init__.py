@@ -12,6 +12,7 @@ working::
     |-- PipelineError     (RuntimeError)  a pipeline stage failed while it ran
     |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
     |-- OffloadError      (RuntimeError)  the host cannot hold or step the optimizer
+    |-- OutOfMemoryError  (RuntimeError, MemoryError)  a rank ran out of memory
     |-- UpstreamError     (RuntimeError)  torch or Lightning lacks a private name that is needed
     |-- VerificationError (RuntimeError)  a run differs from the same run on one process
     |-- IslandError       (RuntimeError)  an island does not reach its server, or is refused
@@ -37,6 +38,7 @@ __all__ = [
     "MissingCheckpointError",
     "NonFiniteError",
     "OffloadError",
+    "OutOfMemoryError",
     "PipelineError",
     "PlanError",
     "Problem",
@@ -138,6 +140,10 @@ class NonFiniteError(LightningParError, RuntimeError):
 
 class OffloadError(LightningParError, RuntimeError):
     """The host cannot do its part of an offloaded optimizer: its kernel, memory or disk."""
+
+
+class OutOfMemoryError(LightningParError, RuntimeError, MemoryError):
+    """A rank ran out of memory; on a GPU this also is torch's error of that name."""
 
 
 class UpstreamError(LightningParError, RuntimeError):

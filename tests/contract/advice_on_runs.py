@@ -83,6 +83,12 @@ RUNS: dict[str, dict[str, str]] = {
         )
     },
     "LP612": {"chmod 700, or another folder": OUTSIDE},
+    "LP613": {
+        "each change that the message lists": (
+            "distributed/faults/test_short_memory.py::"
+            "test_the_first_change_fits_where_a_step_did_not"
+        )
+    },
     # Islands, hosts and processes
     "LP701": {"a server that listens": OUTSIDE},
     "LP702": {"the same model and options": VALUE},
@@ -157,6 +163,7 @@ RUNS: dict[str, dict[str, str]] = {
         ),
     },
     "LP808": {"without the callback": ONE},
+    "LP809": {"the directory of the run that died": FILE},
     # Options, commands, models and data
     "LP901": {"a name of the list": VALUE},
     "LP902": {"a value of the list": VALUE},

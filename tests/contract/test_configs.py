@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_par.cli import main
-from lightning_par.commands.run_config import read_settings
+from lightning_par.commands.prediction.run_config import read_settings
 from tests.support.cli_scripts import command_line, run_command
 from tests.support.ranks.api import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from lightning_par import callbacks, strategies
+from lightning_par.commands.prediction.run_config import read_settings
 from lightning_par.commands.rehearse import rehearse_config
-from lightning_par.commands.run_config import read_settings
 from lightning_par.models.bert.config import BERT_PRESETS
 from lightning_par.models.gpt.config import PRESETS
 from lightning_par.models.mixtral.config import MIXTRAL_PRESETS

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from lightning_par.cli import main
-from lightning_par.commands.run_config import configure
+from lightning_par.commands.prediction.run_config import configure
 
 # Lightning calls a method that jsonargparse has renamed.
 pytestmark = [

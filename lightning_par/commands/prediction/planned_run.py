@@ -10,7 +10,7 @@ from typing import Any
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.commands.prediction.layout_picture import draw_candidate
 from lightning_par.commands.prediction.machine import Machine
-from lightning_par.commands.run_config import configure, trainer_number
+from lightning_par.commands.prediction.run_config import configure, trainer_number
 from lightning_par.engine.batch import find_batch_dims
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.inference.forked import run_forked

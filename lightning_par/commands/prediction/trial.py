@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_par.checkpoint.progress import advance, counted
-from lightning_par.commands.run_config import configure
+from lightning_par.commands.prediction.run_config import configure
 from lightning_par.errors import LightningParError
 from lightning_par.planner.run_settings import apply_layout
 from lightning_par.planner.shapes import Layout

@@ -1,5 +1,6 @@
 """Measured bytes of a rank: of tensors, of saved activations, of the device, of the process."""
 
+import errno
 import os
 import resource
 import sys
@@ -14,11 +15,21 @@ from torch import nn, Tensor
 from lightning_par.dtensor import local_part
 from lightning_par.upstream.pytree import tree_leaves
 
-__all__ = ["SavedActivations", "available_memory", "bytes_held", "current_memory", "peak_memory"]
+__all__ = [
+    "SavedActivations",
+    "address_space",
+    "available_memory",
+    "bytes_held",
+    "current_memory",
+    "lacks_memory",
+    "peak_memory",
+]
 
 _STATM = Path("/proc/self/statm")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_SAID = ("can't allocate memory", "not enough memory", "bad_alloc")
+"""What torch says of the host's memory, in a plain RuntimeError."""
 
 
 def bytes_held(tree: Any) -> int:
@@ -81,6 +92,25 @@ def available_memory() -> int | None:
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         found.append(int(limit.read_text()) - int(used.read_text()))
     return min(found, default=None)
+
+
+def address_space() -> tuple[int, int] | None:
+    """Return the bytes of address space of this process and its limit (``ulimit -v``); None where
+    there is no limit, or the system does not say.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or not _STATM.exists():
+        return None
+    return int(_STATM.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"), limit
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that there is no more memory, of a device or of the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_par.observe.certificate import CERTIFICATE, Certificate
 from lightning_par.observe.weights_hash import WeightsHash
 from lightning_par.strategies.components.checkpoint_save import mesh_sizes
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.post_mortem.run_folder import find_folder
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.version import __version__
 
@@ -48,7 +47,7 @@ def write_certificate(
     **Communicates**: the directory; every weight, one at a time, to all ranks.
     """
     trainer = model.module.trainer
-    folder = _folder_of(trainer)
+    folder = find_folder(trainer)
     if folder is None:
         return
     # The same on every rank, which decides alike whether there is a gather.
@@ -87,23 +86,6 @@ def write_certificate(
     # Made on every rank, since the hash above is a collective; one writes.
     if model.mesh.rank == 0:
         _write(made, folder)
-
-
-def _folder_of(trainer: pl.Trainer) -> str | None:
-    """Return where a run leaves its files: in the directory of its logger, or else, on several
-    devices, in that of a ModelCheckpoint; None: it leaves none, as that of a tuner, or a
-    fast_dev_run.
-
-    **Communicates**: the directory of the logger, from rank 0.
-    """
-    if trainer.fast_dev_run or any(isinstance(each, DummyLogger) for each in trainer.loggers):  # type: ignore[attr-defined]
-        return None
-    if trainer.loggers and trainer.log_dir:
-        return str(trainer.log_dir)
-    if trainer.world_size == 1:  # where a folder of checkpoints holds what Lightning leaves in it
-        return None
-    folders = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
-    return next((str(folder) for folder in folders if folder), None)
 
 
 def _write(made: Certificate, folder: str) -> None:

@@ -32,6 +32,7 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.data.replica_view import as_replica
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.post_mortem.memory_death import MemoryWatch
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.host_status import HostStatusServer
 from lightning_par.strategies.processes.hosts import (
@@ -125,7 +126,7 @@ class MeshProcesses:
         self.agree: Callable[[str], None] = _agree_to_all
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
-        self._shared: set[str] = set()
+        self._memory, self._shared = MemoryWatch(), set[str]()
         self._collectives = ExitStack()
         self.copy: tuple[str, str] | None = None
 
@@ -135,7 +136,7 @@ class MeshProcesses:
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter", "catch_up"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
-        own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_progress": RunProgress(), "_shared": set(), "_memory": MemoryWatch()}
         own |= {"_collectives": ExitStack(), "_opened": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
@@ -318,13 +319,14 @@ class MeshProcesses:
 
     def _explain(self, error: BaseException) -> BaseException | None:
         """Tell the other ranks of an exception, and the user of its cause; return a clearer one."""
-        clearer = None
+        clearer: BaseException | None = None
         raised_here = not is_communication_error(error)
         # Another rank is gone: whoever asks the store from now on might wait for ever.
         if not raised_here:
             self.interruption.tear()
         if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
             clearer = explain_copy(error, self.copy)
+        clearer = clearer or self._memory.explain(error, self.interruption.module, self.activity)
         if self._watch is not None:
             self._watch.explain(clearer or error)
         return clearer
@@ -495,6 +497,8 @@ class MeshProcesses:
         """Defer signals, and follow the progress of training."""
         trainer = self._defer_signals()
         is_training = trainer is not None and trainer.state.stage == RunningStage.TRAINING
+        if is_training:
+            self._memory.begin(trainer, self.activity, self.device)
         if self.rank == 0 and is_training:
             self._progress.begin(trainer, follows=self.world_size > 1)
 

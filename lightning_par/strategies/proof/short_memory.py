@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from lightning_par.engine.memory.measured import lacks_memory
 
 __all__ = ["names_the_proof"]
 
-_SAID = ("can't allocate memory", "not enough memory")
-"""What torch says of the host's memory, in a plain RuntimeError."""
 _NOTE = (
     "The comparison of this step with one process (verify=) used this memory: rank 0 keeps copies "
     "of the whole model on the CPU, and all ranks gather one parameter after the other for them. "
@@ -22,8 +20,7 @@ def names_the_proof() -> Iterator[None]:
     """Add to an error of missing memory that the proof took it, and how to train without."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        kinds = MemoryError, torch.OutOfMemoryError
-        if isinstance(error, kinds) or any(said in str(error) for said in _SAID):
+    except Exception as error:
+        if lacks_memory(error):
             error.add_note(_NOTE)
         raise

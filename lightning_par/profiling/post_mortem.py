@@ -1,0 +1,144 @@
+"""`post_mortem.rankN.json`: what a rank left in the folder of its run when it died."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["Change", "PostMortem", "in_words", "read_post_mortems", "write_post_mortem"]
+
+_NAME = "post_mortem.rank{}.json"
+_FORMAT = 1
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the run that needs less memory.
+
+    Attributes:
+        write: What to write.
+        less: Bytes that it saves on this rank by the forecast; None: no forecast was made of it.
+        slower: By which fraction the forecast says that a step takes longer; None: likewise.
+        note: What else is known of it.
+    """
+
+    write: str
+    less: float | None = None
+    slower: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        said = [] if self.less is None else [f"{in_words(self.less)} less"]
+        said += [] if self.slower is None else [f"step {self.slower:+.0%}"]
+        told = f" (forecast: {', '.join(said)})" if said else ""
+        return f"{self.write}{told}{self.note and f'. {self.note}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostMortem:
+    """What is known of a rank that died.
+
+    Attributes:
+        rank: Global rank.
+        name: Its place on the mesh.
+        when: Local time.
+        summary: What happened, where, and why, in one line.
+        counted: What held memory, as counted -> bytes.
+        forecast: What the memory model says of the peak of such a step -> bytes; empty: nothing.
+        unforeseen: Why there is no forecast; empty if there is one.
+        changes: What needs less memory, the least costly first.
+        fits: Whether each of `changes` fits by the forecast.
+        steps: Of the last steps: number, seconds since the run began, bytes held after it.
+    """
+
+    rank: int
+    name: str
+    when: str
+    summary: str
+    counted: Mapping[str, float] = field(default_factory=dict)
+    forecast: Mapping[str, float] = field(default_factory=dict)
+    unforeseen: str = ""
+    changes: Sequence[Change] = ()
+    fits: bool = False
+    steps: Sequence[tuple[int, float, int]] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield what there is to say, the summary first."""
+        yield self.summary
+        if self.counted:
+            yield f"held by this rank, counted: {_rows(self.counted)}"
+        if self.forecast:
+            yield f"peak of such a step, forecast: {_rows(self.forecast)}"
+        elif self.unforeseen:
+            yield f"there is no forecast: {self.unforeseen}"
+        if self.changes:
+            fit = "each fits by the forecast" if self.fits else "whether they fit is not known"
+            yield f"use one of these changes; {fit}:"
+        yield from (f"  - {change}" for change in self.changes)
+
+    def last_steps(self) -> Iterator[str]:
+        """Yield a line for each of the last steps."""
+        for step, seconds, held in self.steps:
+            yield f"  after step {step}, at {seconds:.1f} s: {in_words(held)} held"
+
+
+def in_words(size: float) -> str:
+    """Return bytes as people read them, such as ``1.5 GiB``."""
+    power = 0
+    while abs(size) >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.1f} {_UNITS[power]}" if power else f"{size:.0f} B"
+
+
+def _rows(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {in_words(size)}" for kind, size in sizes.items())
+
+
+def write_post_mortem(found: PostMortem, folder: Path) -> Path:
+    """Write what is known into the folder of a run; return the file.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _NAME.format(found.rank)
+    path.write_text(json.dumps({"format": _FORMAT, **asdict(found)}, indent=2) + "\n")
+    return path
+
+
+def read_post_mortems(folder: Path) -> list[PostMortem]:
+    """Return what the ranks of a run have left, in the order of their ranks.
+
+    Args:
+        folder: Directory of the run, or one of its files.
+
+    Raises:
+        ConfigurationError: There is nothing, or it cannot be read.
+    """
+    paths = [folder] if folder.is_file() else sorted(folder.rglob(_NAME.format("*")))
+    if not paths:
+        raise ConfigurationError(
+            "LP809",
+            f"no rank has left a post_mortem.rank*.json in {folder}. A rank writes this file when "
+            "it runs out of memory, into trainer.log_dir or, without a logger, next to its "
+            "checkpoints. Pass that folder; a run without both writes no file.",
+        )
+    found = []
+    for path in paths:
+        try:
+            given: Any = json.loads(path.read_text())
+            wanted = {each.name for each in fields(PostMortem)}
+            values = {name: given[name] for name in wanted}
+            values["changes"] = [Change(**each) for each in values["changes"]]
+            found.append(PostMortem(**values))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                "LP809",
+                f"{path} cannot be read as what a rank has left: {type(error).__name__}: {error}. "
+                "Pass the folder of a run of this version.",
+            ) from error
+    return sorted(found, key=lambda each: each.rank)

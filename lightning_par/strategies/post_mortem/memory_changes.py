@@ -1,0 +1,189 @@
+"""What the memory model says of the step in which a rank ran out of memory, and what would fit."""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_par.engine.batch import find_batch_dims
+from lightning_par.engine.tensor_tree import tensors_of
+from lightning_par.planner.block_trace import shape_of
+from lightning_par.planner.memory import logit_bytes, predict_memory
+from lightning_par.planner.profiles import implementation
+from lightning_par.planner.search import Planner
+from lightning_par.planner.shapes import Layout, Recompute
+from lightning_par.profiling.post_mortem import Change
+from lightning_par.strategies.auto.machine import find_profile
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+
+__all__ = ["Forecast", "forecast_step"]
+
+_MARGINS = {"cpu": 0.6}
+"""Share of the memory that a change may take by the forecast: on a CPU, whose C library gives back
+late what was freed; elsewhere as in a search.
+"""
+_MOST = 3
+_PIECES = 64
+"""Into how many parts a batch is cut at most."""
+_NAMES = {"states": "optimizer states", "moment": "logits or the block at work"}
+_STRONGER: dict[Recompute, tuple[Recompute, ...]] = {
+    "none": ("selective", "full"),
+    "selective": ("full",),
+    "full": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The memory model of one step on one rank.
+
+    Attributes:
+        planner: Of the model, on this device.
+        layout: Of the step.
+        stage: Pipeline rank of this rank.
+        logits: Bytes of the copies of logits at the peak of the loss, on the rank that has them.
+    """
+
+    planner: Planner
+    layout: Layout
+    stage: int
+    logits: float
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Kind -> bytes at the peak of the step."""
+        found = _bytes(self.planner, self.layout, self.stage)
+        return {_NAMES.get(kind, kind): size for kind, size in found.items() if size}
+
+    @property
+    def is_of_logits(self) -> bool:
+        """Whether the logits need more than the activations of all blocks."""
+        kinds = _bytes(self.planner, self.layout, self.stage)
+        return self.logits >= max(kinds["moment"], kinds["activations"])
+
+    def changes(self, room: float | None, reached: float) -> tuple[list[Change], bool]:
+        """Return changes that need less, those with the shortest steps first, and whether they fit.
+
+        Args:
+            room: Bytes that the model may take; None: unknown.
+            reached: Bytes that the step had taken, with what it asked for: where this is more than
+                the forecast of the peak, forecasts are that much too small.
+        """
+        now = sum(self.kinds.values())
+        scale = max(1.0, reached / now)
+        margin = _MARGINS.get(self.planner.device.accelerator, self.planner.margin)
+        seconds = self.planner.predict(self.layout).time.seconds
+        found, fitting = list[tuple[float, Change]](), set[str]()
+        for kind, words, planner, layout in self._alternatives():
+            if kind in fitting:  # a smaller change of this kind fits already
+                continue
+            needed = sum(_bytes(planner, layout, self.stage).values())
+            fits = room is not None and scale * needed <= margin * room
+            if needed >= now:
+                continue
+            if fits:
+                fitting.add(kind)
+            slower = planner.predict(layout).time.seconds / seconds - 1
+            change = Change(write=words, less=now - needed, slower=slower)
+            found.append((0.0 if fits else 1.0, change))
+        fit = [change for missing, change in found if not missing]
+        if fit:
+            return sorted(fit, key=lambda one: one.slower or 0.0)[:_MOST], True
+        # None fits by itself, or nobody knows: what saves most comes first.
+        rest = sorted((one for _, one in found), key=lambda one: -(one.less or 0.0))
+        return rest[:_MOST], False
+
+    def _alternatives(self) -> Iterator[tuple[str, str, Planner, Layout]]:
+        """Yield the kind of a change, what to write, and what is then predicted."""
+        planner, layout = self.planner, self.layout
+        shape = planner.shape
+        if not shape.chunked_loss and self.logits:
+            chunked = replace(planner, shape=replace(shape, chunked_loss=True))
+            words = "a chunked loss (chunked_loss=True of the model, or linear_cross_entropy)"
+            yield "loss", words, chunked, layout
+        for mode in _STRONGER[layout.recompute]:
+            words = f'callbacks=[ActivationCheckpointing("{mode}")]'
+            yield "recompute", words, planner, replace(layout, recompute=mode)
+        if layout.sizes.data > 1:
+            for stage in range(layout.zero_stage + 1, 4):
+                sizes = layout.sizes
+                if not layout.zero_stage:  # whole replicas would shard
+                    sizes = replace(sizes, data_replicate=1, data_shard=sizes.data)
+                sharded = replace(layout, zero_stage=stage, sizes=sizes)
+                yield "zero", f"zero_stage={stage}", planner, sharded
+        pieces = 2
+        while pieces <= min(_PIECES, layout.micro_batch) and layout.micro_batch % pieces == 0:
+            cut = replace(
+                layout,
+                micro_batch=layout.micro_batch // pieces,
+                microbatches=layout.microbatches * pieces,
+            )
+            if layout.sizes.pipeline > 1:
+                words = f"num_microbatches={cut.microbatches}"
+            else:
+                words = f"batch_size={cut.micro_batch} and accumulate_grad_batches="
+                words += str(cut.microbatches)
+            yield "batch", words, planner, cut
+            pieces *= 2
+        if planner.device.accelerator != "cpu" and not layout.offload:
+            words = "offload_options={} (the optimizer on the host)"
+            yield "offload", words, planner, replace(layout, offload=True)
+
+
+def _bytes(planner: Planner, layout: Layout, stage: int) -> Mapping[str, float]:
+    return predict_memory(planner.shape, layout, planner.code).ranks[stage]
+
+
+def forecast_step(
+    error: BaseException, model: ParallelModel, options: Any, device: torch.device
+) -> Forecast:
+    """Return the forecast of the training step that has begun last.
+
+    Args:
+        error: What it raised.
+        model: The model on its mesh.
+        options: Of the strategy.
+        device: Of this rank.
+
+    Raises:
+        ConfigurationError: The model's step cannot be predicted.
+    """
+    module, sizes, trainer = model.module, model.mesh.sizes, model.module.trainer
+    _, args, dims, _ = model.steps.begun
+    words = [t for t in tensors_of(args[0]) if t.ndim > 1 and not t.is_floating_point()]
+    length = max((t.shape[1] * sizes.context for t in words), default=None)
+
+    def example() -> Any:
+        # Called in a fork of this process, which has room for a trace without the failed step.
+        traceback.clear_frames(error.__traceback__)
+        module.zero_grad()
+        return args[0]
+
+    profile = find_profile(None, device, int(trainer.num_devices))
+    code = implementation(str(trainer.precision), profile)
+    planner = Planner(
+        shape=shape_of(
+            module,
+            length,
+            plan=lambda: model.resolved.plan,
+            example=example,
+        ),
+        device=profile,
+        code=code,
+    )
+    # Where nothing divides a batch, nobody has asked for its dims.
+    size = dims.size or find_batch_dims(args[0], model.steps.batch_layout).size
+    kept = options.recomputation
+    layout = Layout.from_options(
+        options,
+        sizes,
+        size or 1,
+        accumulated=int(trainer.accumulate_grad_batches),
+        recompute="none" if kept is None else kept.mode,
+    )
+    stage = sizes.coordinates(model.mesh.rank)["pp"]
+    has_logits = layout.owners[-1] == stage
+    logits = logit_bytes(planner.shape, layout, code) if has_logits else 0.0
+    return Forecast(planner=planner, layout=layout, stage=stage, logits=logits)

@@ -1,0 +1,154 @@
+"""Ranks that run out of memory say what held it, and the first change that they advise fits.
+
+Each death is provoked by a limit of the address space (RLIMIT_AS), set when the training begins.
+The change is taken from the message and applied, and the same limit then holds the run.
+"""
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_par import Hybrid3DStrategy
+from lightning_par.callbacks import ActivationCheckpointing
+from lightning_par.commands.why import why
+from lightning_par.errors import OutOfMemoryError
+from lightning_par.models import GPTModule, TextDataModule
+from lightning_par.profiling.post_mortem import PostMortem, read_post_mortems
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+
+MIB = 2**20
+SHALLOW = {"num_layers": 1, "model_dim": 32, "num_heads": 2, "max_length": 512}
+SIZES: dict[str, dict[str, Any]] = {
+    "long": {"num_layers": 8, "model_dim": 64, "num_heads": 2, "max_length": 512},
+    "logits": {**SHALLOW, "vocab_size": 32768},
+    "leak": {"num_layers": 2, "model_dim": 32, "num_heads": 2, "max_length": 512},
+    "states": {"num_layers": 16, "model_dim": 256, "num_heads": 4, "max_length": 512},
+    "save": {"num_layers": 16, "model_dim": 256, "num_heads": 4, "max_length": 512},
+}
+"""Death -> sizes of its model."""
+TOKENS = {"states": 8, "save": 8}
+"""Death -> tokens of a sample, where not 512."""
+ROOM = {"long": 150, "logits": 600, "leak": 200, "states": 130, "save": 230}
+"""Death -> MiB that there are for the training."""
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+class Leaking(GPTModule):
+    """Keeps a second loss of every step, which has no backward, with its graph unless `detaches`."""
+
+    detaches = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        second = super().training_step(batch, batch_idx)
+        self.kept.append(second.detach() if self.detaches else second)
+        return super().training_step(batch, batch_idx)
+
+
+class Limit(Callback):
+    """Limits the address space when a training begins."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def on_train_start(self, *_: Any) -> None:
+        limit = address_space() + self.room * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def run(rank: int, world: int, folder: str, death: str, change: str) -> str:
+    """Train under the limit of a death; return what it says, or nothing if all steps have run."""
+    callbacks: list[Callback] = [Limit(ROOM[death])]
+    batch, accumulated, sizes = 8, 1, dict(SIZES[death])
+    strategy: dict[str, Any] = {"states": {"zero_stage": 0}, "save": {"async_save": True}}.get(
+        death, {}
+    )
+    made = Leaking if death == "leak" else GPTModule
+    if mode := re.search(r'ActivationCheckpointing\("(\w+)"\)', change):
+        callbacks.append(ActivationCheckpointing(mode[1]))
+    elif cut := re.search(r"batch_size=(\d+) and accumulate_grad_batches=(\d+)", change):
+        batch, accumulated = int(cut[1]), int(cut[2])
+    elif "chunked_loss=True" in change:
+        sizes["chunked_loss"] = True
+    elif stage := re.search(r"zero_stage=(\d)", change):
+        strategy["zero_stage"] = int(stage[1])
+    elif "async_save=False" in change:
+        strategy["async_save"] = False
+    elif "self.kept: append value.detach()" in change:
+        Leaking.detaches = True
+    else:
+        assert not change
+    if death == "save":
+        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1))
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=1, **strategy),
+        max_steps=25 if death == "leak" else 3,
+        limit_val_batches=0,
+        logger=CSVLogger(folder, version=0),
+        callbacks=callbacks,
+        enable_checkpointing=death == "save",
+        accumulate_grad_batches=accumulated,
+    )
+    data = TextDataModule(length=TOKENS.get(death, 512), batch_size=batch)
+    said = ""
+    try:
+        trainer.fit(made(preset="tiny", overrides=sizes), data)
+    except OutOfMemoryError as error:
+        said = str(error)
+    return said
+
+
+def died(folder: Path, death: str, world: int = 1) -> tuple[str, PostMortem]:
+    said, *_ = run_ranks(run, world, str(folder), death, "", timeout=100, fresh=True)
+    return said, read_post_mortems(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("death", "cause"),
+    [
+        ("long", "activations of 8 samples of 512 tokens"),
+        ("logits", "logits over a vocabulary of 32,768 of 8 samples of 512 tokens"),
+        ("leak", "memory that is kept from step to step: after each of the last"),
+        ("save", "a checkpoint that is being saved"),
+    ],
+)
+def test_the_first_change_fits_where_a_step_did_not(
+    death: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, found = died(tmp_path, death)
+    assert f"Cause: {cause}" in found.summary
+    assert found.summary in said
+    if death in ("long", "logits"):
+        assert found.fits
+        # Of a module that the forecast describes, counted weights are those of the forecast.
+        assert found.counted["weights"] == pytest.approx(found.forecast["weights"], rel=0.1)
+    if death == "leak":
+        assert "; self.kept holds" in found.summary
+    why(str(tmp_path))
+    assert found.summary in capsys.readouterr().out
+    assert run_ranks(
+        run, 1, str(tmp_path), death, found.changes[0].write, timeout=100, fresh=True
+    ) == [""]
+
+
+def test_states_that_do_not_fit_fit_when_replicas_share_them(tmp_path: Path) -> None:
+    said, found = died(tmp_path, "states", 2)
+    assert "Cause: states and work memory of the optimizer, which its first step makes" in said
+    assert found.changes[0].write.startswith("zero_stage=")
+    assert run_ranks(
+        run, 2, str(tmp_path), "states", found.changes[0].write, timeout=100, fresh=True
+    ) == ["", ""]
