@@ -59,7 +59,7 @@ COMMANDS: dict[str, str] = {
     "serve": "hold the weights that islands share, and merge what they learn",
     "tokenize": "make a token file of text files or JSON Lines",
     "verify": "compare a few steps of the configured layout with one process, number by number",
-    "why": "say why a run died: what held its memory, and which changes fit",
+    "why": "say why a run died: what held its memory, or which rank was missing",
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""
 

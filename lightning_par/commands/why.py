@@ -10,7 +10,7 @@ __all__ = ["why"]
 
 def why(run: PathName, *, steps: bool = False) -> None:
     """Say why the ranks of a run have died: what held the memory when it ran out, how that compares
-    with the forecast, and which changes fit.
+    with the forecast, and which changes fit; or which other rank was missing, and what it did.
 
     Args:
         run: Directory of the run.

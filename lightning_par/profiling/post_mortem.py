@@ -78,6 +78,8 @@ class PostMortem:
         if self.changes:
             fit = "each fits by the forecast" if self.fits else "whether they fit is not known"
             yield f"use one of these changes; {fit}:"
+        elif self.forecast:
+            yield "no change of this layout needs less there: use more devices, or a smaller model"
         yield from (f"  - {change}" for change in self.changes)
 
     def last_steps(self) -> Iterator[str]:
@@ -124,8 +126,8 @@ def read_post_mortems(folder: Path) -> list[PostMortem]:
         raise ConfigurationError(
             "LP809",
             f"no rank has left a post_mortem.rank*.json in {folder}. A rank writes this file when "
-            "it runs out of memory, into trainer.log_dir or, without a logger, next to its "
-            "checkpoints. Pass that folder; a run without both writes no file.",
+            "it runs out of memory or misses another one, into trainer.log_dir or, without a "
+            "logger, next to its checkpoints. Pass that folder; a run without both writes no file.",
         )
     found = []
     for path in paths:

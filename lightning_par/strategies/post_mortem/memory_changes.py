@@ -24,6 +24,9 @@ _MARGINS = {"cpu": 0.6}
 """Share of the memory that a change may take by the forecast: on a CPU, whose C library gives back
 late what was freed; elsewhere as in a search.
 """
+_UNLIKE = 2.0
+_HELD = ("weights", "gradients", "states")
+"""Kinds that an update needs."""
 _MOST = 3
 _PIECES = 64
 """Into how many parts a batch is cut at most."""
@@ -63,15 +66,26 @@ class Forecast:
         kinds = _bytes(self.planner, self.layout, self.stage)
         return self.logits >= max(kinds["moment"], kinds["activations"])
 
-    def changes(self, room: float | None, reached: float) -> tuple[list[Change], bool]:
+    def changes(
+        self, room: float | None, reached: float, *, updates: bool
+    ) -> tuple[list[Change], bool]:
         """Return changes that need less, those with the shortest steps first, and whether they fit.
 
         Args:
             room: Bytes that the model may take; None: unknown.
             reached: Bytes that the step had taken, with what it asked for: where this is more than
                 the forecast of the peak, forecasts are that much too small.
+            updates: Whether the optimizer was at work, beside which there are no activations.
         """
-        now = sum(self.kinds.values())
+
+        def needed_by(planner: Planner, layout: Layout) -> float:
+            sizes = _bytes(planner, layout, self.stage)
+            return sum(size for kind, size in sizes.items() if kind in _HELD or not updates)
+
+        now = needed_by(self.planner, self.layout)
+        # What holds so much more than a step is none of the model's: no one knows what it needs.
+        if reached > _UNLIKE * now:
+            room = None
         scale = max(1.0, reached / now)
         margin = _MARGINS.get(self.planner.device.accelerator, self.planner.margin)
         seconds = self.planner.predict(self.layout).time.seconds
@@ -79,7 +93,7 @@ class Forecast:
         for kind, words, planner, layout in self._alternatives():
             if kind in fitting:  # a smaller change of this kind fits already
                 continue
-            needed = sum(_bytes(planner, layout, self.stage).values())
+            needed = needed_by(planner, layout)
             fits = room is not None and scale * needed <= margin * room
             if needed >= now:
                 continue

@@ -47,7 +47,7 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECAS
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _RESERVE = 32 * 2**20
 """Bytes of address space that are kept, where it is limited, to say what has happened."""
-_GROWING = 4
+_GROWING = 3
 """Steps from which on memory that grows is a leak."""
 _PROOF = "verify="
 _logger = logging.getLogger(__name__)
@@ -91,6 +91,17 @@ class MemoryWatch:
                 self._reserve = mmap(-1, _RESERVE)
         self.space = limited[0] if limited is not None else 0
 
+    def leave(self, found: PostMortem) -> bool:
+        """Leave what is known of this rank in the folder of the run; tell whether that was done."""
+        if self.folder is None:
+            return False
+        try:
+            write_post_mortem(found, Path(self.folder))
+        except OSError as error:
+            _logger.warning("why this rank ended cannot be written: %s", error)
+            return False
+        return True
+
     def explain(
         self, error: BaseException, module: pl.LightningModule | None, activity: Activity
     ) -> OutOfMemoryError | None:
@@ -114,10 +125,8 @@ class MemoryWatch:
             _logger.warning("it cannot be said what held the memory: %s", problem)
             return None
         said = list(found.lines())
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                write_post_mortem(found, Path(self.folder))
-                said.append(f"lightning-par why {self.folder} prints this again.")
+        if self.leave(found):
+            said.append(f"lightning-par why {self.folder} prints this again.")
         is_device = isinstance(short, torch.OutOfMemoryError)
         kind = DeviceOutOfMemoryError if is_device else OutOfMemoryError
         return kind("LP613", "\n".join(said))
@@ -156,7 +165,8 @@ class _Death:
         changes, fit = own, False
         if forecast is not None and not own:
             reached = sum(size for kind, size in counted.items() if kind in _OF_THE_STEP)
-            changes, fit = forecast.changes(self._room(counted), reached + self._asked)
+            room, updates = self._room(counted), self._now.action == "optimizer step"
+            changes, fit = forecast.changes(room, reached + self._asked, updates=updates)
         asked = f"{in_words(self._asked)} were asked for" if self._asked else str(self._error)
         sizes = self._strategy.sizes
         return PostMortem(
@@ -268,9 +278,8 @@ class _Death:
         if (leak := self._leak(counted)) is not None:
             return leak
         if self._now.action == "optimizer step":
-            made = sum(bool(state) for each in self._trainer.optimizers for state in [each.state])
-            new = "which its first step makes" if self._now.step <= 0 and made else ""
-            return f"states and work memory of the optimizer{new and f', {new}'}", []
+            new = ", which its first step makes" if self._now.step <= 0 else ""
+            return f"states and work memory of the optimizer{new}", []
         if self._now.action in _EVALUATIONS:
             told = Change(write="a smaller batch_size in the loader of these batches")
             return f"what {self._now.action} computes of a batch", [told]

@@ -359,9 +359,8 @@ class MeshProcesses:
             given = self.rank, local_rank, self.activity, sizes, server
             file, others = self.world.open_status_file(*given)
             if file is not None:
-                self._watch = RankWatch(
-                    file, sizes, self._options.timeout, others, server, speaks=self.speaks
-                )
+                rest = file, sizes, self._options.timeout, others, server
+                self._watch = RankWatch(*rest, speaks=self.speaks, leave=self._memory.leave)
                 self._observe_children(False)
             elif server is not None:
                 server.close()

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from lightning_par.engine.activity import Activity
 from lightning_par.errors import LightningParError, PipelineError
+from lightning_par.profiling.post_mortem import PostMortem
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.processes.host_status import (
     ask_hosts,
@@ -131,6 +132,7 @@ class RankWatch:
         others: The other hosts of the run, which are asked if no rank here is the cause.
         server: Answers them; closed with this.
         speaks: Whether this process says what all ranks of this node find alike.
+        leave: Keeps what is known of the end of this rank.
 
     Attributes:
         sizes: As given.
@@ -145,7 +147,9 @@ class RankWatch:
         server: HostStatusServer | None = None,
         *,
         speaks: bool = True,
+        leave: Callable[[PostMortem], object] = bool,
     ) -> None:
+        self._leave_behind = leave
         self._file, self.sizes, self._others_hosts, self._server = file, sizes, others, server
         self._speaks = speaks
         self._host = f" on host {socket.gethostname()}" if others else ""
@@ -192,6 +196,7 @@ class RankWatch:
         _look_for(_SETTLE, self._is_settled)
         causes = self._find_causes(self._file.look())
         said, hook = self._describe(causes), hook_of(error)
+        self._keep(said)
         if causes.dead and hook:
             said += (
                 f" Another possible cause: in {hook} this rank and that rank called different "
@@ -283,6 +288,7 @@ class RankWatch:
                 "trainer.strategy.reduce_boolean_decision(value, all=False).",
             )
             _logger.critical("%s", told)
+            self._keep(told.message)
         # Their looks come at other times; a rank that vanished at once would be the cause they
         # name.
         for _ in range(3):  # in which the others see the same
@@ -293,6 +299,7 @@ class RankWatch:
     def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""
         said = self._describe(self._find_causes(states))
+        self._keep(said)
         if not any(state.status is RankStatus.FAILED for state in states):
             _logger.critical("%s\nThis rank waited here:", said)
             faulthandler.dump_traceback(all_threads=True)
@@ -302,6 +309,11 @@ class RankWatch:
         time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
         _leave()
+
+    def _keep(self, said: str) -> None:
+        rank, when = self._file.rank, time.strftime("%Y-%m-%d %H:%M:%S")
+        name = self.sizes.describe(rank)
+        self._leave_behind(PostMortem(rank=rank, name=name, when=when, summary=said))
 
     def _name(self, state: RankState) -> str:
         return f"{self.sizes.describe(state.rank)}{self._host}"
