@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_par.engine.batch import find_batch_dims
-from lightning_par.engine.tensor_tree import tensors_of
+from lightning_par.engine.tensor_tree import map_tensors, tensors_of
 from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.memory import logit_bytes, predict_memory
 from lightning_par.planner.profiles import implementation
@@ -28,6 +28,8 @@ _UNLIKE = 2.0
 _HELD = ("weights", "gradients", "states")
 """Kinds that an update needs."""
 _MOST = 3
+_SAMPLES = 2
+"""Samples of the batch with which a step is traced."""
 _PIECES = 64
 """Into how many parts a batch is cut at most."""
 _NAMES = {"states": "optimizer states", "moment": "logits or the block at work"}
@@ -166,6 +168,8 @@ def forecast_step(
     """
     module, sizes, trainer = model.module, model.mesh.sizes, model.module.trainer
     _, args, dims, _ = model.steps.begun
+    # Where nothing divides a batch, nobody has asked for its dims.
+    size = dims.size or find_batch_dims(args[0], model.steps.batch_layout).size
     words = [t for t in tensors_of(args[0]) if t.ndim > 1 and not t.is_floating_point()]
     length = max((t.shape[1] * sizes.context for t in words), default=None)
 
@@ -173,7 +177,8 @@ def forecast_step(
         # Called in a fork of this process, which has room for a trace without the failed step.
         traceback.clear_frames(error.__traceback__)
         module.zero_grad()
-        return args[0]
+        # Numbers are of one sample, whatever the batch.
+        return map_tensors(args[0], lambda t: t[:_SAMPLES] if t.shape[:1] == (size,) else t)
 
     profile = find_profile(None, device, int(trainer.num_devices))
     code = implementation(str(trainer.precision), profile)
@@ -187,8 +192,6 @@ def forecast_step(
         device=profile,
         code=code,
     )
-    # Where nothing divides a batch, nobody has asked for its dims.
-    size = dims.size or find_batch_dims(args[0], model.steps.batch_layout).size
     kept = options.recomputation
     layout = Layout.from_options(
         options,

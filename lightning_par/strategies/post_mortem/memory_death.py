@@ -288,7 +288,8 @@ class _Death:
             what = f"logits over a vocabulary of {forecast.planner.shape.vocab:,}"
         if self._model is not None and forecast is not None:
             layout, length = forecast.layout, forecast.planner.shape.length
-            what += f" of {layout.micro_batch} samples of {length:,} tokens"
+            what += f" of {layout.micro_batch:,} samples"
+            what += f" of {length:,} tokens" if length > 1 else ""
         return what, []
 
     def _changes_of_saving(self) -> Iterator[Change]:
