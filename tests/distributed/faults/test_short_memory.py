@@ -9,10 +9,13 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import nn, Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import ActivationCheckpointing
@@ -150,6 +153,50 @@ def test_states_are_named_and_nothing_is_said_to_fit_where_nothing_does(tmp_path
     assert "use more devices, or a smaller model" in said
     missing = found.forecast["optimizer states"] - found.counted["optimizer states"]
     assert missing > 0.1 * found.forecast["optimizer states"]
+
+
+class Wide(pl.LightningModule):
+    """A model of which no configuration tells the sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def run_wide(rank: int, world: int, folder: str, batch: int, accumulated: int) -> str:
+    trainer = quiet_trainer(
+        devices=1,
+        strategy=Hybrid3DStrategy(),
+        max_steps=2,
+        logger=CSVLogger(folder, version=0),
+        callbacks=[Limit(280)],
+        accumulate_grad_batches=accumulated,
+    )
+    said = ""
+    try:
+        trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(32_000, 256)), batch))
+    except OutOfMemoryError as error:
+        said = str(error)
+    return said
+
+
+def test_a_step_is_traced_where_no_configuration_tells_the_sizes(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_ranks(run_wide, 1, folder, 16_000, 1, fresh=True)
+    (found,) = read_post_mortems(tmp_path)
+    assert "Cause: activations of 16,000 samples." in found.summary
+    change = re.search(
+        r"batch_size=(\d+) and accumulate_grad_batches=(\d+)", found.changes[0].write
+    )
+    assert change
+    assert found.fits
+    assert run_ranks(run_wide, 1, folder, int(change[1]), int(change[2]), fresh=True) == [""]
 
 
 class Raising(GPTModule):
