@@ -41,8 +41,8 @@ __all__ = [
 
 _RUN, _MOST_RUN = 5e6, 5e7  # parameters of a model that is run at once, or if it needs values
 _TENSOR: Any = Tensor
-# As a `TorchFunctionMode` sees the access of `p.grad`.
-_GRADIENT = _TENSOR.grad.__get__
+# As a `TorchFunctionMode` sees the access of `p.grad`, and a change of `p.requires_grad`.
+_OF_GRADIENTS = _TENSOR.grad.__get__, _TENSOR.requires_grad.__set__, Tensor.requires_grad_
 _LEAKS = ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist")
 
 
@@ -375,7 +375,7 @@ class _Recorder(Watcher):
 
     def on_function(self, call: FunctionCall) -> None:
         """Record an operation, and what it made or changed."""
-        if call.function == _GRADIENT:
+        if call.function in _OF_GRADIENTS:
             return  # depends on no value of the parameter
         index, results = len(self.trace.operations), tensors_in(call.result)
         # The rest of the results were there before: arguments, perhaps changed in place.

@@ -110,6 +110,7 @@ class Sharding:
         self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
         self._in_steps, self._on_use = in_steps, None
         self._order: UnitOrder | None = None
+        self._shards: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.absent: AbsentGradients | None = None
         if not isinstance(root, FSDPModule):
             return
@@ -120,6 +121,8 @@ class Sharding:
             self._on_use = GatherOnUse(root, self._units, found, reshards=zero_stage == 3)
         else:
             self._order = UnitOrder(root, runs)
+            named = ((m, m.named_parameters("", False, False)) for m in root.modules())
+            self._shards = [(m, name, p) for m, parameters in named for name, p in parameters]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,7 +155,9 @@ class Sharding:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self._root(step)
-            return self._root(step)
+            output = self._root(step)
+            self._keep_flags()
+            return output
         except Exception:
             # FSDP2 would take the next forward for a part of this one, and reshard nothing. The
             # look at a step goes on after an error.
@@ -160,6 +165,14 @@ class Sharding:
             if reset is not None:
                 reset()
             raise
+
+    def _keep_flags(self) -> None:
+        """Let shards have the `requires_grad` that a step has set on what is gathered of them."""
+        for module, name, shard in self._shards:
+            # Not as the user's step reads it, which may get another answer.
+            now = dict.__getitem__(module.__dict__["_parameters"], name)
+            if now is not shard and now.requires_grad != shard.requires_grad:
+                shard.requires_grad_(now.requires_grad)
 
     def catch_up(self) -> None:
         """Gather, in a forward, what other replicas may gather before they exchange anything else.

@@ -4,19 +4,68 @@ Note [Gradients of shards on the host]: autograd adds to a gradient in a thread 
 device. FSDP2 adds that of the forward in the thread of the accelerator, also where the shard is on
 the host, and neither waits for the other: one of the two could be lost. So there the gradients of
 whole parameters are added after the backward.
+
+Note [Flags of wholes]: a whole tensor is no leaf. Torch refuses to change its `requires_grad`, and
+code that freezes adapters passes tensors over that are no leaves. So a whole answers as the
+parameter does on one process, and gives the flag to the shards. That counts for what computes with
+the parameter afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import shard_of, whole
 from lightning_par.engine.collectives import refuses_second_gradient
 
-__all__ = ["WholeParameters"]
+__all__ = ["WholeParameters", "as_parameter"]
+
+
+class _AsParameter(Tensor):
+    """A whole tensor in the place of a parameter; see Note [Flags of wholes].
+
+    Attributes:
+        shards: What the module and the optimizer hold of the parameter.
+    """
+
+    shards: Sequence[Tensor]
+    # As of a parameter: functions give plain tensors.
+    __torch_function__ = nn.Parameter.__torch_function__
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True, as of every parameter."""
+        return True
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter trains."""
+        return self.shards[0].requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        for shard in self.shards:
+            shard.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Set whether the parameter trains."""
+        self.requires_grad = requires_grad
+        return self
+
+
+def as_parameter(value: Tensor, *shards: Tensor) -> Tensor:
+    """Let a whole tensor tell and set `requires_grad` of a parameter; see Note [Flags of wholes].
+
+    Args:
+        value: A plain tensor; changed in place.
+        shards: What the module and the optimizer hold of the parameter.
+    """
+    value.__class__ = _AsParameter
+    value.shards = shards  # type: ignore[attr-defined]
+    return value
 
 
 class WholeParameters:

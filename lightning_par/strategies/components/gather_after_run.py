@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_par.engine.memory.measured import available_memory
@@ -75,9 +77,21 @@ def _gather(
     # Optimizers before the module changes: names of their parameters are those of the parallel
     # form.
     tensors, held = model.gather_tensors(), gather_optimizers(model, optimizers)
-    model.forms.show_whole(broadcast_state(tensors, None, processes.device))
+    model.forms.show_whole(broadcast_state(tensors, None, processes.device), _trained(model))
     for optimizer in held:
         optimizer.show(model)
+
+
+def _trained(model: ParallelModel) -> dict[str, bool]:
+    """Return `requires_grad` of all parameters, of whichever stage: code of the user may freeze
+    and unfreeze some while the run goes on.
+
+    **Communicates**: an object, over all ranks.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    named = model.module.named_parameters(remove_duplicate=False)
+    dist.all_gather_object(found, {name: p.requires_grad for name, p in named})
+    return {name: flag for each in found for name, flag in each.items()}
 
 
 def _is_wanted(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> bool:

@@ -138,12 +138,15 @@ class ModuleForms:
         """Whether some tensors of the whole form are not those of the parallel form."""
         return any(id(tensor) not in self._used for tensor in self._tensors.values())
 
-    def show_whole(self, state: Mapping[str, Any]) -> None:
+    def show_whole(
+        self, state: Mapping[str, Any], trains: Mapping[str, bool] | None = None
+    ) -> None:
         """Give the module its whole form.
 
         Args:
             state: FQN -> whole tensor, for every parameter and persistent buffer; empty where no
                 value is needed.
+            trains: FQN -> `requires_grad` of parameters, which the run may have changed.
         """
         self._exchange(whole=True)
         devices = {t.device for t in self._tensors.values() if id(t) in self._used}
@@ -163,6 +166,9 @@ class ModuleForms:
                 self._tensors[name] = made[id(tensor)]
             else:
                 tensor.data = value
+        for name, flag in (trains or {}).items():
+            if name in self._tensors:
+                self._tensors[name].requires_grad_(flag)
         # Under each name: tied ones get the same new parameter.
         for submodule in self._submodules:
             for key, parameter in submodule._parameters.items():

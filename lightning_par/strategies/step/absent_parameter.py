@@ -49,11 +49,13 @@ _TELLS = frozenset(
         Tensor.is_floating_point,
         Tensor.__hash__,
         *(Tensor.data_ptr, Tensor.is_inference, asks_for_changes),
+        # To freeze it: the stage that holds it does that, too.
+        *(Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__),  # noqa: B009
         torch.is_floating_point,
         torch.numel,
     }
 )
-"""What may be asked of a parameter that is not here."""
+"""What may be asked of a parameter that is not here, and set."""
 _KEEPS = frozenset(
     {
         *(Tensor.detach, Tensor.clone, Tensor.copy_),

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part, shard_of, whole
 from lightning_par.engine.data.fsdp import Sharding
-from lightning_par.engine.data.whole_parameter import WholeParameters
+from lightning_par.engine.data.whole_parameter import as_parameter, WholeParameters
 from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import NonFiniteError, PlanError
@@ -265,7 +265,7 @@ class ParameterReads:
             return parameter
         known = self._handed.get(id(parameter))
         grad = torch.is_grad_enabled() and parameter.requires_grad
-        if known is not None and (is_whole or known.value.requires_grad == grad):
+        if known is not None and (is_whole or known.needs_grad == grad):
             return known.value
         if is_whole:
             found: Tensor = parameter
@@ -274,10 +274,11 @@ class ParameterReads:
         else:
             with torch.no_grad():
                 found = whole(parameter.detach()).detach()
+        shard = parameter if shard is None else shard
         self._handed[id(parameter)] = _Handed(
             parameter,
-            parameter if shard is None else shard,
-            found,
+            shard,
+            found if is_whole else as_parameter(found, parameter, shard),
             found.detach(),
             count_of_changes(found),
             grad,

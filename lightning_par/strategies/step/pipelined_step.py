@@ -193,7 +193,7 @@ class PipelinedSteps:
         trained = self._trained.count(self.module.trainer.current_epoch)
         signatures = [(signature(part, "training"), trained) for part in parts]
         self._begin_step(trains=True)
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = list(self.module.parameters())  # the step may freeze and unfreeze some
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
             with prepared, self._buffers.step() if self._buffers.is_active else nullcontext():
@@ -406,7 +406,8 @@ class PipelinedSteps:
             yield computed
         finally:
             computed += take_gradients(parameters)
-            if not parameters:  # no backward has resharded what FSDP gathered
+            if not any(p.requires_grad for p in parameters):
+                # No backward has resharded what FSDP gathered.
                 self._sharding.release()
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad

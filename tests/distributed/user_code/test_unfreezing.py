@@ -96,6 +96,54 @@ def a_backbone_that_is_frozen_and_unfrozen() -> Any:
     return Refrozen(), token_pairs()
 
 
+class FrozenInTurns(PlainModule):
+    """Trains every second block and the head, or the other blocks and the embedding, in turns."""
+
+    def set_flag(self, part: Any, flag: bool) -> None:
+        for parameter in part.parameters():
+            parameter.requires_grad = flag
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        turn = self.global_step % 2 == 0
+        for number, block in enumerate(self.net.blocks):
+            self.set_flag(block, (number % 2 == 0) == turn)
+        self.net.head.requires_grad_(turn)
+        return super().training_step(batch, batch_idx)
+
+
+class LikeAdapters(FrozenInTurns):
+    """Passes tensors over that are no leaves."""
+
+    def set_flag(self, part: Any, flag: bool) -> None:
+        for parameter in part.parameters():
+            if parameter.is_leaf:
+                parameter.requires_grad_(flag)
+
+
+@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2 zero1 pp2_interleaved")
+def blocks_that_a_step_freezes_in_turns() -> Any:
+    return FrozenInTurns(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero3", large="pp2 zero2")
+def leaves_that_a_step_freezes_in_turns() -> Any:
+    return LikeAdapters(), token_pairs()
+
+
+class FrozenFromThen(PlainModule):
+    """Freezes its head in one step, and says nothing of it in those that follow."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 1:
+            self.net.head.requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+
+@CASES.add(equal="tp2 pp2 zero3", large="zero1 tp2pp2")
+def a_head_that_a_step_freezes_for_good() -> Any:
+    return FrozenFromThen(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
