@@ -61,6 +61,8 @@ _DECLARE = (
 )
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
+_LATEST = 2**10
+"""Batches after which no number is looked at any more that was always the same, such as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ class FirstLook:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
         self.looks, self._is_known, self.share = 0, True, Share()
+        self._asked, self._hides_logs = 0, False  # after the first look; as of the weigher
         self.judge_logs = partial(judge_logs, weigher, mesh, decisions, self.tolerance)
         self.is_told, self._has_values = False, has_values
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
@@ -149,15 +152,21 @@ class FirstLook:
             return not self.share.is_whole or self._mesh.sizes.data == 1
         if not self.share.is_even:
             return False
-        is_settled = self._is_known and not self._weigher.alternatives
-        self.is_over = self.looks >= _LOOKS or is_settled
+        weigher, self._asked = self._weigher, self._asked + 1
+        is_settled = self._is_known and not weigher.alternatives
+        ends = self.looks >= _LOOKS or is_settled
+        is_shown = not self._hides_logs or self._asked > _LATEST
+        self.is_over = ends and is_shown
         if self.is_over or not self._finds_rule(microbatches):
             if self.is_over and not is_settled:
                 self._name_unsettled()
             return False
+        # Ever more rarely: a number may be 0 for all of a run.
+        is_turn = not is_shown and self._asked & (self._asked - 1) == 0
+        if ends or is_turn:
+            return is_turn
         if not self._is_known:
             return True
-        weigher = self._weigher
         compared = weigher.compare_rules(batch, samples) if known is None else known.compared
         return weigher.is_unsettled(compared)
 
@@ -228,6 +237,8 @@ class FirstLook:
             if not is_random:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
                 warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
+                # Noted here, as an evaluation step changes it, too.
+                self._hides_logs = self._weigher.hides_logs
         elif divides:
             # Over replicas a step may gather samples; over micro-batches it cannot.
             if microbatches > 1 and not self._layout.local_statistics:

@@ -54,6 +54,7 @@ def judge_logs(
     """
     kinds: dict[str, int] | None = None
     sized: dict[str, bool] = {}
+    hides = False
     # A prediction has no labels to weigh by.
     if len(parts) > 1 and (any(seen.logs) or any(seen.metrics)):
         logs = [[c for c in made if microbatches > 1 or _is_joined(c)] for made in seen.logs]
@@ -65,16 +66,19 @@ def judge_logs(
         sized = _sized_by_samples(logs, weighted, [parts[0][1], *counts])
         # A number that is 0 is the sum of parts as well as their mean.
         weigher.judged |= {call.name for call in logs[0] if call.value}
+        hides = _hides(logs)
         kinds |= compare_metrics(*seen.metrics, tolerance())
         # A batch that is not full has fewer micro-batches, and so fewer updates, but as many
         # replicas as the others.
         for name, kind in compare_metrics(*seen.states, tolerance()).items():
             kinds[name] = max(kinds.get(name, SAME_KIND), kind if microbatches > 1 else SAME_KIND)
-    held = [(kinds, sized)]
+    held, weigher.hides_logs = [(kinds, sized)], hides
     if mesh.sizes.data > 1:
-        tells = torch.tensor(max([*(kinds or {}).values(), *sized.values()], default=0))
+        told = max([*(kinds or {}).values(), *sized.values()], default=0)
+        tells = torch.tensor([told, hides])
         dist.all_reduce(tells, dist.ReduceOp.MAX, group=mesh.data_group)
-        if tells == SAME_KIND:
+        weigher.hides_logs = bool(tells[1])
+        if tells[0] == SAME_KIND:
             return frozenset()
         held *= mesh.sizes.data
         dist.all_gather_object(held, (kinds, sized), group=mesh.data_group)
@@ -150,6 +154,20 @@ def _added_over_replicas(calls: Sequence[LogCall], kinds: Mapping[str, int]) -> 
     means = [c for c in calls if kinds.get(c.name) == MEAN_OF_SAMPLES and _is_joined(c)]
     sums = (c for c in means if reduction_name(c.options.get("reduce_fx", "mean")) == "sum")
     return {call.name: NOT_OF_PARTS for call in sums}
+
+
+def _hides(logs: Sequence[Sequence[LogCall]]) -> bool:
+    """Return whether a number is the same for the batch and its parts, as an F1 of samples that are
+    all wrong: other batches may tell what it is. One that is no tensor is mostly a constant, such
+    as a learning rate, unless it is 0.
+    """
+    values: dict[str, set[float]] = {}
+    for call in (call for made in logs for call in made):
+        kind = reduction_name(call.options.get("reduce_fx", "mean"))
+        if kind in ("mean", "avg") and "()" not in call.name:
+            constant = {math.nan} if call.is_plain and call.value else set()
+            values.setdefault(call.name, set()).update({call.value} | constant)
+    return any(len(found) == 1 for found in values.values())
 
 
 def _is_joined(call: LogCall) -> bool:

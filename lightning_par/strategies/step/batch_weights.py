@@ -279,6 +279,7 @@ class BatchWeigher:
         by_samples: Names of those that are means over the samples, as the loss is not.
         sized: Names of those that are logged with the number of samples as their `batch_size`.
         judged: Names of those of which it is known, or was said that it is not.
+        hides_logs: Whether a number had one value in the last look, as 0, and may be a sum or none.
         fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
         compares_lengths: Whether to compare the lengths of the batches of the replicas.
         last: What was weighed last; None: nothing yet.
@@ -292,7 +293,7 @@ class BatchWeigher:
         self.by_samples: frozenset[str] = frozenset()
         self.sized: frozenset[str] = frozenset()
         self.judged: frozenset[str] = frozenset()
-        self.fills, self.compares_lengths = False, False
+        self.fills = self.compares_lengths = self.hides_logs = False
         # What replicas send beside the weight, and the same on the device.
         self._numbers, self._on_device = (-1, 0, 0), torch.empty(0)
         self.last: BatchWeights | None = None

@@ -307,3 +307,32 @@ def test_a_metric_that_depends_on_how_a_batch_is_cut_is_named(layout: str) -> No
     told = results[0][2]
     assert any("training_step updates the metrics self.mean_loss" in text for text in told)
     assert (layout == "zero1") == any("validation_step" in text for text in told)
+
+
+class Late(PlainModule):
+    """Logs numbers that are 0 until the weights have moved."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, moves = super().training_step(batch, batch_idx), float(self.global_step > 1)
+        self.log("samples", moves * len(batch[0]), sync_dist=True)
+        self.log("square", moves * loss.detach() ** 2, sync_dist=True)
+        return loss
+
+
+def _log_late(rank: int, world: int, layout: str) -> Any:
+    seed_everything(0, verbose=False)
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Late().double(), DataLoader(token_pairs(), 4))
+    told = [str(w.message) for w in caught if "training_step logs" in str(w.message)]
+    return float(trainer.callback_metrics["samples"]), told
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1"])
+def test_numbers_that_are_0_at_first_are_looked_at_again(layout: str) -> None:
+    results = run_ranks(_log_late, 2, layout, timeout=180)
+    for samples, _ in results:
+        assert samples == (4 if layout == "pp2" else 8)  # of the global batch
+    assert [text.startswith("training_step logs square.") for text in results[0][1]] == [True]
