@@ -60,7 +60,8 @@ def isolated(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
-    """Leave children, parameters, buffers, hooks and attributes of a module and its parts alone.
+    """Leave children, parameters, buffers, hooks, attributes and modes of a module and its parts
+    alone.
 
     Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
     generators, containers and objects in attributes keep their contents, at any depth; so does what
@@ -83,6 +84,7 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     # Restores are made before the step, as each takes its copy now.
     state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     parts = dict(module.named_modules())
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     # What an iterator has given inside comes once more afterwards.
@@ -98,6 +100,8 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         for held, before in children:
             if held != before:
                 refill(held, before)
+        for part, mode in modes:
+            part.training = mode
         for restore in contents:
             restore()
         for held, names in hooks:

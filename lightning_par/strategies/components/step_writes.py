@@ -1,9 +1,15 @@
-"""What a step writes on rank 0 after the blocks of a pipeline, which run on other ranks.
+"""What a step does after the blocks of a pipeline, and is seen on other ranks: what it writes, and
+the modes in which it leaves modules.
 
 Only the last stage gets to the code of a step behind the model call. From the end of the last block
 on, the last stage of the first replica stands in the place of rank 0: Lightning tells the step that
 its rank is 0, so that it prints and writes files there; and what it calls on a logger is sent to
 rank 0, which has the logger.
+
+Note [Modes of a step]: `eval()` and `train()` after the model are called on the last stage only. So
+every micro-batch begins with the modes that the batch began with, and in the end all stages have
+those of the last one. There a stub stands for a block of another stage: its mode is that of all
+modules in the block, unless the block has it anyway.
 """
 
 import io
@@ -11,16 +17,16 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import nn, Tensor
 
-from lightning_par.engine.pipeline.stage import Stage
+from lightning_par.engine.pipeline.stage import MicroBatchState, Stage, StageStub
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.functions import replaced
 
@@ -28,6 +34,61 @@ __all__ = ["NO_RANK", "StepWrites", "logger_like"]
 
 NO_RANK = 1 << 30
 """What `rank_zero_only` takes a process for while nothing that a step writes may get out."""
+
+
+class _Modes(NamedTuple):
+    """What the last stage tells: which modules are in evaluation, and which are stubs there."""
+
+    off: list[str]
+    stubs: list[str]
+
+
+class _ModesOfStages:
+    """Keeps the modes of modules alike on all stages; see Note [Modes of a step]."""
+
+    def __init__(self, module: nn.Module, stages: Sequence[Stage]) -> None:
+        self._module, self._stages = module, stages
+        self._views: list[dict[str, nn.Module]] = []  # of each stage, by FQN
+        self._before: list[tuple[nn.Module, bool]] = []
+
+    def begin(self) -> None:
+        """Note the modes before a step."""
+        if not self._views:
+            for stage in self._stages:
+                with stage.hold(MicroBatchState()):
+                    self._views.append(dict(self._module.named_modules()))
+        self._before = [(part, part.training) for view in self._views for part in view.values()]
+
+    def restore(self) -> None:
+        """Let a micro-batch begin with these."""
+        for part, mode in self._before:
+            if part.training != mode:
+                part.training = mode
+
+    def left(self) -> _Modes | None:
+        """Return what a step has left on the last stage; None on others."""
+        if not self._views or not self._stages[-1].is_last:
+            return None
+        named = self._views[-1].items()
+        stubs = [name for name, part in named if isinstance(part, StageStub)]
+        return _Modes([name for name, part in named if not part.training], stubs)
+
+    def take(self, modes: _Modes | None) -> None:
+        """Have the modes of the last stage.
+
+        Args:
+            modes: From `left` of that stage.
+        """
+        if modes is None:
+            return
+        off, inside = {*modes.off}, tuple(f"{name}." for name in modes.stubs)
+        for stage, view in zip(self._stages, self._views, strict=True):
+            for name, part in () if stage.is_last else view.items():
+                if part.training == (name in off) and not name.startswith(inside):
+                    if name in modes.stubs:
+                        part.train(name not in off)
+                    else:
+                        part.training = name not in off
 
 
 class StepWrites:
@@ -58,10 +119,17 @@ class StepWrites:
         self._calls: list[bytes] = []
         self._is_noted = self._is_in_place = self._has_warned = self.is_known = False
         self._kinds: dict[tuple[int, type], type] = {}
+        self._modes = _ModesOfStages(module, stages)
+
+    def begin(self) -> None:
+        """Note what is there before a step, and drop what a look has left that came to no end."""
+        self._modes.begin()
+        self.take()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Surrounds the user's step for a micro-batch."""
+        self._modes.restore()
         # The stage that is running now: a rank may hold several.
         stage = next(stage for stage in self._stages if stage.current is not None)
         # Rank 0 may hold later stages, too: there it is another rank up to the last block.
@@ -104,21 +172,24 @@ class StepWrites:
         """Note that the step writes, or asks whether it is on rank 0."""
         self._is_noted = True
 
-    def take(self) -> tuple[bool, list[bytes]]:
-        """Return whether the step writes, and its calls of loggers since the last time."""
-        found = self._is_noted, self._calls
+    def take(self) -> tuple[bool, list[bytes], _Modes | None]:
+        """Return whether the step writes, its calls of loggers since the last time, and the modes
+        in which it leaves modules.
+        """
+        found = self._is_noted, self._calls, self._modes.left()
         self._is_noted, self._calls = False, []
         return found
 
-    def write(self, name: str, found: tuple[bool, list[bytes]], count: int) -> None:
-        """Carry out, on rank 0, what the last stage called.
+    def write(self, name: str, found: tuple[bool, list[bytes], _Modes | None], count: int) -> None:
+        """Carry out, on rank 0, what the last stage called; and have its modes on all ranks.
 
         Args:
             name: Of the step.
             found: From `take`, on the last stage.
             count: Number of micro-batches.
         """
-        is_noted, calls = found
+        is_noted, calls, modes = found
+        self._modes.take(modes)
         if (is_noted or (self.is_known and name == "training_step")) and count > 1:
             self._warn(name, count)
         if self._rank != 0:

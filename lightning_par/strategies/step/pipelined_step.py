@@ -278,6 +278,7 @@ class PipelinedSteps:
         calls: list[list[LogCall]] = [[] for _ in batches]
         key, count, trains = ("first look",), len(batches), name == "training_step"
         self._attributes.begin()
+        self._writes.begin()
         has_failed: Callable[..., bool] = lambda *e: refusal(*e) is not None  # noqa: E731
         of_buffers = trains and count > 1 and not self._buffers.is_known
         learns = of_buffers or (trains and count > 1 and not self._values.is_known)
@@ -465,7 +466,7 @@ class PipelinedSteps:
     def _begin_step(self, *, trains: bool = False) -> None:
         self._values.begin(trains=trains)
         self._attributes.begin()
-        self._writes.take()  # what a look has left that came to no end
+        self._writes.begin()
         self._metrics.is_new = True
 
     def _take_attributes(self, changes: dict[str, Any], *, warns: bool = True) -> None:
