@@ -236,9 +236,7 @@ class FirstLook:
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
-                warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
-                # Noted here, as an evaluation step changes it, too.
-                self._hides_logs = self._weigher.hides_logs
+                self._warn_of_logs(told, parts, microbatches)
         elif divides:
             # Over replicas a step may gather samples; over micro-batches it cannot.
             if microbatches > 1 and not self._layout.local_statistics:
@@ -249,7 +247,7 @@ class FirstLook:
                     raise ConfigurationError("LP309", self._refusal(rule, dims, microbatches))
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
             if self._layout.loss_weight is not None and not is_random:
-                warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
+                self._warn_of_logs(seen, parts, microbatches)
         if self._mesh.sizes.data > 1:
             warn_of_own_outputs(self._module, "training_step", seen, self._mesh.sizes.data)
         if divides and dims.size is not None:
@@ -538,6 +536,14 @@ class FirstLook:
 
     def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
         return refusal_of_loss(self._module, rule, dims, microbatches, self._mesh.sizes.data)
+
+    def _warn_of_logs(
+        self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
+    ) -> None:
+        """Learn how logged numbers follow from those of parts, and name those that do not."""
+        warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
+        # Noted here, as the look at an evaluation step changes it, too.
+        self._hides_logs = self._weigher.hides_logs
 
     def _warn_of_random(self) -> None:
         """Say that random numbers hide how the loss is made of those of its parts."""

@@ -277,8 +277,7 @@ class PipelinedSteps:
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         key, count, trains = ("first look",), len(batches), name == "training_step"
-        self._attributes.begin()
-        self._writes.begin()
+        self._begin_step()
         has_failed: Callable[..., bool] = lambda *e: refusal(*e) is not None  # noqa: E731
         of_buffers = trains and count > 1 and not self._buffers.is_known
         learns = of_buffers or (trains and count > 1 and not self._values.is_known)

@@ -428,43 +428,6 @@ def a_rate_that_the_step_sets_by_its_loss() -> Any:
     return module, token_pairs()
 
 
-def _scale(block: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * (1.2 if block.training else 1.0)
-
-
-class Moody(PlainModule):
-    """Its blocks compute otherwise in evaluation, as with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.net.blocks:
-            block.register_forward_hook(_scale)
-
-
-@CASES.add(equal="pp2", large="tp2 pp2_interleaved zero3")
-def blocks_in_evaluation_from_the_next_step_on() -> Any:
-    class Module(Moody):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.net.blocks.train(batch_idx % 2 == 1)
-            return loss
-
-    return Module(), token_pairs()
-
-
-@CASES.add(equal="pp2", large="tp2 pp2_interleaved zero3")
-def a_net_in_evaluation_around_its_call() -> Any:
-    class Module(Moody):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx % 2 == 0:  # the next one finds what this one has left
-                self.net.eval()
-            loss = super().training_step(batch, batch_idx)
-            self.net.train()
-            return loss
-
-    return Module(), token_pairs()
-
-
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

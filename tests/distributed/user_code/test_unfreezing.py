@@ -1,10 +1,13 @@
-"""Parameters that a callback or a hook freezes and unfreezes while the run goes on."""
+"""Parameters that a callback, a hook or a step freezes and unfreezes while the run goes on, and
+modules whose mode it changes.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn, Tensor
 from torch.utils.data import DataLoader
 
 from tests.distributed.user_code.test_optimizers import optimized, TwoKinds
@@ -142,6 +145,43 @@ class FrozenFromThen(PlainModule):
 @CASES.add(equal="tp2 pp2 zero3", large="zero1 tp2pp2")
 def a_head_that_a_step_freezes_for_good() -> Any:
     return FrozenFromThen(), token_pairs()
+
+
+def _scale(block: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * (1.2 if block.training else 1.0)
+
+
+class Moody(PlainModule):
+    """Its blocks compute otherwise in evaluation, as with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block.register_forward_hook(_scale)
+
+
+@CASES.add(equal="pp2", large="tp2 pp2_interleaved zero3")
+def blocks_in_evaluation_from_the_next_step_on() -> Any:
+    class Module(Moody):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.net.blocks.train(batch_idx % 2 == 1)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2 pp2_interleaved zero3")
+def a_net_in_evaluation_around_its_call() -> Any:
+    class Module(Moody):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx % 2 == 0:  # the next one finds what this one has left
+                self.net.eval()
+            loss = super().training_step(batch, batch_idx)
+            self.net.train()
+            return loss
+
+    return Module(), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
