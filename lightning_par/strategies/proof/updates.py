@@ -120,7 +120,13 @@ def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
         return False
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
+            before = {p: held for p, held in optimizer.state.items() if isinstance(held, dict)}
             optimizer.load_state_dict(copy.deepcopy(dict(state)))
+            # In a closure LBFGS holds its state already, and goes on with that dict.
+            for parameter, held in before.items():
+                held.clear()
+                held.update(optimizer.state[parameter])
+                optimizer.state[parameter] = held
     except Exception:  # of an optimizer that loads in a way of its own
         return False
     return True
