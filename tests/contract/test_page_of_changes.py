@@ -161,6 +161,11 @@ PROOFS: dict[str, str] = {
         end_of_run::hard_samples_in_the_second_epoch
         end_of_run::hard_samples_after_the_run_has_ended
         end_of_run::noise_from_the_third_step_on""",
+    "chooses or weighs samples by what the model says of them: pseudo-labels above a confidence, "
+    "hard examples by a threshold or top-k": """
+        losses::confident_samples_from_the_third_step_on
+        losses::hard_samples_above_a_threshold_or_the_hardest
+        unit/strategies/step/test_loss_form.py::test_a_step_that_begins_to_choose_samples_is_looked_at""",
     "in-batch negatives": """
         losses::in_batch_negatives losses::in_batch_negatives_gathered
         collectives::test_negatives_of_all_replicas_have_the_gradient_of_one_process""",

@@ -16,6 +16,14 @@ several is refused.
 The graph also holds the numbers of which a loss is a mean: the labels that a cross-entropy counts,
 a divisor. Each step confirms by them the rule that weighs batches, which was seen on the first ones
 only; the device compares, and poisons the norm as well, so that the host does not wait.
+
+A step may choose samples by what the model says of them: pseudo-labels above a confidence, hard
+examples above a loss. Its first batches may choose all of them, or none, and add up. So a number of
+which the loss is a mean that is neither that of the first step nor a multiple of what weighs, and a
+mask that is not all 0 or all 1 any more, poison the norm, too. A part of which top-k takes all
+samples, as it has no more, cannot choose as the whole batch does; it is refused.
+
+Length: what is read of the graph of a loss is in one file, as each step enters it.
 """
 
 import math
@@ -32,7 +40,7 @@ from torch import Tensor
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, LossRule
 
-__all__ = ["Confirmed", "FormWatch", "form_of", "sides_of"]
+__all__ = ["Confirmed", "FormWatch", "choices_of", "form_of", "sides_of", "takes_all"]
 
 _NODES = 32
 """Operations of the graph that are read, from the loss on."""
@@ -52,6 +60,16 @@ _EXTREMES = ("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward")
 """Operations that choose a sample. Its loss adds up while it is 0 for all samples."""
 _FORMS = 16
 """Forms after which nobody looks any more: they follow the data, and each held so far."""
+_CHOICES = 4
+"""Looks at a step whose numbers or masks have changed, after which nobody looks any more."""
+_MASKS = {"MulBackward": ("other", "self"), "WhereBackward": ("condition",)} | {
+    "MaskedFillBackward": ("mask",)
+}
+"""Operations that leave samples out -> names of the mask that they keep of their call."""
+_LAYERS = ("mmBackward", "MmBackward", "LayerNorm", "RmsNorm", "BatchNorm", "Convolution")
+"""Parts of the names of operations of a model. What is kept before them may be recomputed."""
+_SELECTIONS = ("IndexBackward", "MaskedSelectBackward")
+"""Operations that choose samples."""
 
 
 def form_of(loss: Tensor, samples: int, *, reads_factors: bool = False) -> Hashable:
@@ -85,16 +103,26 @@ def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Has
             yield _saved(node, "reduction"), _saved(node, "ignore_index")
 
 
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield the last operations that made a loss; None where there is no graph."""
+def _nodes(loss: Tensor, *, of_model: bool = True) -> Iterator[Any]:
+    """Yield the last operations that made a loss; None where there is no graph.
+
+    Args:
+        loss: With a graph.
+        of_model: Whether also those behind the last layers of the model.
+    """
     queue = deque([loss.grad_fn])
     for _ in range(_NODES):
         if not queue:
             return
         node: Any = queue.popleft()
         yield node
-        if node is not None:
+        # Of torch's own operations the names end in a number.
+        if node is not None and (of_model or not _is_layer(node.name())):
             queue.extend(parent for parent, _ in node.next_functions)
+
+
+def _is_layer(name: str) -> bool:
+    return not name[-1].isdigit() or any(part in name for part in _LAYERS)
 
 
 def sides_of(loss: Tensor) -> tuple[Hashable, ...]:
@@ -126,6 +154,47 @@ def _sides(loss: Tensor) -> Iterator[Hashable]:
                     low is not None and bool(value < low),
                     high is not None and bool(value > high),
                 )
+
+
+def choices_of(loss: Tensor) -> list[tuple[str, Tensor | int]]:
+    """Return what may choose samples in a loss: the masks by which it weighs them, and numbers by
+    which it divides. Each with the name of its operation.
+    """
+    return list(_choices(loss))
+
+
+def _choices(loss: Tensor) -> Iterator[tuple[str, Tensor | int]]:
+    for node in filter(None, _nodes(loss, of_model=False)):
+        name = node.name().rstrip("0123456789")
+        if name == "DivBackward":
+            divisor = _saved(node, "other")
+            # One with a dim of samples divides each of them by its own number.
+            if isinstance(divisor, Tensor) and not divisor.ndim:
+                yield name, divisor.detach()
+        elif name == "MeanBackward":
+            parent = node.next_functions[0][0]
+            if parent is not None and parent.name().startswith(_SELECTIONS):
+                yield name, _saved(node, "self_sym_numel")
+        for key in _MASKS.get(name, ()):
+            mask = _saved(node, key)
+            if isinstance(mask, Tensor) and mask.ndim and not mask.requires_grad:
+                yield name, mask
+
+
+def takes_all(loss: Tensor, samples: int) -> bool:
+    """Return whether a loss chooses the first of its samples by top-k, but takes all there are.
+
+    Args:
+        loss: With a graph.
+        samples: Their number.
+    """
+    for node in filter(None, _nodes(loss, of_model=False)):
+        if node.name().startswith("TopkBackward"):
+            sizes, chosen = _saved(node, "self_sym_sizes"), _saved(node, "indices")
+            # Of more dims, the last one, as a rule, which is of classes.
+            if isinstance(chosen, Tensor) and tuple(sizes) == (samples,) == tuple(chosen.shape):
+                return True
+    return False
 
 
 def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
@@ -179,6 +248,70 @@ class Confirmed:
         return cls(rule.name, ratios, is_of_labels) if ratios else None
 
 
+class _Choices:
+    """Compares the numbers and masks of a loss with those of the first step that had as many.
+
+    Attributes:
+        differ: Whether they differ in the present step; a bool, or a tensor on the device.
+        looks: Looks that they have caused so far.
+    """
+
+    def __init__(self) -> None:
+        self.differ: Tensor | bool | None = None
+        self.looks = 0
+        self._first = dict[tuple[str, ...], list[tuple[Tensor | int | None, Tensor | int]]]()
+        self._learns = tuple[str, ...]()
+
+    def see(self, loss: Tensor, samples: int, weight: Tensor | int) -> None:
+        """Compare a part of a batch.
+
+        Args:
+            loss: Of it.
+            samples: Their number.
+            weight: What it weighs.
+        """
+        found = choices_of(loss)
+        names = tuple(name for name, _ in found)
+        if not found or self.looks > _CHOICES:
+            return
+        if names not in self._first:
+            self._learns = names
+            self._first[names] = [(_common(value), weight) for _, value in found]
+        elif names == self._learns:  # the first step has several parts
+            known = self._first[names]
+            for index, (_, value) in enumerate(found):
+                if isinstance(value, Tensor) and value.ndim and _differs(value, known[index][0]):
+                    known[index] = None, weight
+        for (_, value), (first, before) in zip(found, self._first[names], strict=True):
+            if first is None:
+                continue
+            if isinstance(value, Tensor) and value.ndim:
+                is_other: Any = (value != first).any()
+            else:
+                # Two quotients as products: no divisor is 0.
+                made: Any = value * before
+                is_other = (value != first) & (abs(made - first * weight) > _CLOSE * abs(made))
+                # Of tokens, whose number may follow the longest row.
+                is_other &= samples == 1 or value % samples != 0
+            self.differ = is_other if self.differ is None else self.differ | is_other
+
+    def end(self) -> None:
+        """Forget what was compared in a step."""
+        self.differ, self._learns = None, ()
+
+
+def _common(value: Tensor | int) -> Tensor | int | None:
+    """Return a number, or that of which a mask is full; None: it holds several. The host waits."""
+    if isinstance(value, int) or not value.ndim or not value.numel():
+        return None if isinstance(value, Tensor) and not value.numel() else value
+    number = value.flatten()[0]
+    return None if _differs(value, number) or bool((number != 0) & (number != 1)) else number
+
+
+def _differs(mask: Tensor, number: Tensor | int | None) -> bool:
+    return number is None or bool((mask != number).any())
+
+
 class FormWatch:
     """Watches the form of the loss, see Note [Form of a loss].
 
@@ -209,6 +342,7 @@ class FormWatch:
         self._differs: Tensor | None = None
         self._side: Hashable = None
         self._sides = set[Hashable]()  # of the parts of the present batch
+        self._choices, self._takes_all = _Choices(), False
 
     @property
     def is_asked(self) -> bool:
@@ -240,6 +374,12 @@ class FormWatch:
             self._see_form(loss, samples)
         if self.watches and (not index or self._sides):
             self._see_side(loss)
+        # What a rule was seen to make of the batch is confirmed above.
+        is_made = confirms is not None and not confirms.of_labels
+        if self.has_to_stay and self.watches and not fills and not is_made:
+            said = None if weights is None else weights.counts
+            self._choices.see(loss, samples, samples if said is None else said[index])
+            self._takes_all |= takes_all(loss, samples)
 
     def _confirm(self, confirmed: Confirmed, loss: Tensor, said: Tensor) -> None:
         means = list(_means_over(loss, of_labels=confirmed.of_labels))
@@ -264,10 +404,12 @@ class FormWatch:
 
     def marked(self, loss: Tensor) -> Tensor:
         """Return a loss, or NaN where all ranks have to be told that something is wrong with it."""
-        if self.is_new or self.loses:
+        if self.is_new or self.loses or self._takes_all:
             return torch.full_like(loss, torch.nan)
-        for flag in (self._is_other, self._differs):
-            loss = loss if flag is None else torch.where(flag.to(loss.device), torch.nan, loss)
+        for flag in (self._is_other, self._differs, self._choices.differ):
+            if flag is not None:
+                flag = torch.as_tensor(flag, device=loss.device)
+                loss = torch.where(flag, torch.nan, loss)
         return loss
 
     def end(self, *, is_judged: bool) -> None:
@@ -278,10 +420,12 @@ class FormWatch:
         self._forget()
 
     def _is_other_loss(self) -> bool:
-        return self.loses or (self._is_other is not None and bool(self._is_other))
+        flags = self.loses, self._takes_all, self._is_other, self._choices.differ
+        return any(flag is not None and bool(flag) for flag in flags)
 
     def _forget(self) -> None:
-        self.is_new = self.loses = False
+        self.is_new = self.loses = self._takes_all = False
+        self._choices.end()
         self._is_other = self._differs = None
         self._sides = set()
 
@@ -339,17 +483,20 @@ class FormWatch:
             ConfigurationError: On every rank, if the loss of any is a mean over another number than
                 its batch weighs, or one that weighs nothing is not left out by one process.
 
-        **Communicates**: one all-reduce of five numbers over all ranks; then what `again` does.
+        **Communicates**: one all-reduce of seven numbers over all ranks; then what `again` does.
         """
         # Every rank votes, as only those that met the new form know of it.
-        flags = [flag is not None and bool(flag) for flag in (self._is_other, self._differs)]
-        votes = [self.is_new, self.loses, *flags, bool(self._sides)]
+        flags = self._is_other, self._differs, self._choices.differ
+        votes = [self.is_new, self.loses, self._takes_all, bool(self._sides)]
+        votes += [flag is not None and bool(flag) for flag in flags]
         found = torch.tensor(votes, device=self._device, dtype=torch.float32)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        is_new, loses, is_other, differs, has_sides = map(bool, found.tolist())
+        is_new, loses, takes_all, has_sides, is_other, differs, varies = map(bool, found.tolist())
         if is_new and has_sides:
             self._agree_on_side()
         self._forget()
+        self._choices.looks += varies
+        is_new |= varies
         if loses:
             raise ConfigurationError(
                 "LP309",
@@ -377,4 +524,13 @@ class FormWatch:
             self.look_at_padding()
         if is_new:
             self.again()
+        if takes_all:
+            raise ConfigurationError(
+                "LP309",
+                "training_step: the loss chooses some samples of a batch by topk, but a "
+                "micro-batch or replica has so few samples that all of them are chosen. One "
+                "process chooses among all samples of the batch. Use num_microbatches=1 and "
+                "data_parallel_size=1, or choose in each sample by itself, such as its hardest "
+                "tokens. No weight was changed in this step.",
+            )
         return is_new or differs

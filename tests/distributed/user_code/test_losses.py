@@ -359,6 +359,40 @@ def a_sum_from_the_third_step_on() -> Any:
     return later(lambda losses: losses.sum() / 8)
 
 
+@CASES.add(
+    equal="pp2_one_microbatch",
+    refused={"pp2 zero3": "(?s)neither the mean.*use (num|data).*changed in step 2"},
+)
+def confident_samples_from_the_third_step_on() -> Any:
+    """No sample is confident before; the operations of the loss stay the same."""
+    module, *rest = later(lambda _: None)
+
+    def loss(batch: Any) -> Tensor:
+        losses = per_sample(module, *batch)
+        mask = (losses.detach() > (4.2 if module.begun > 2 else 99.0)).double()
+        return losses.mean() + (losses * mask).sum() / mask.sum().clamp(min=1)
+
+    module.loss = loss
+    return module, *rest
+
+
+@CASES.add(
+    equal="pp2_one_microbatch",
+    refused={"pp2": "chooses some samples of a batch by topk.*Use num_microbatches=1"},
+)
+def hard_samples_above_a_threshold_or_the_hardest() -> Any:
+    """Of the first batch all are hard."""
+    module, *rest = later(lambda _: None)
+
+    def loss(batch: Any) -> Tensor:
+        losses = per_sample(module, *batch)
+        hard = losses[losses > (4.2 if module.begun > 2 else 0.0)]
+        return (hard if len(hard) > 2 else losses.topk(min(3, len(losses))).values).mean()
+
+    module.loss = loss
+    return module, *rest
+
+
 @CASES.add(refused={"zero1": "neither the mean"})
 def a_factor_that_is_zero_at_first() -> Any:
     def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.strategies.step.loss_form import form_of, sides_of
+from lightning_par.strategies.step.loss_form import (
+    choices_of,
+    form_of,
+    FormWatch,
+    sides_of,
+    takes_all,
+)
 
 
 def losses(seed: int, samples: int = 4) -> Tensor:
@@ -71,3 +77,59 @@ def test_sides_of_numbers(loss, low, high) -> None:
     for value, wanted in ((0.1, low), (3.0, high)):
         samples = torch.full((4,), value, requires_grad=True)
         assert list(sides_of(loss(samples))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (
+            lambda t: (t * (t > 1)).sum() / (t > 1).sum().clamp(min=1),
+            ["DivBackward", "MulBackward"],
+        ),
+        (lambda t: t[t > 1].mean(), ["MeanBackward"]),
+        (lambda t: torch.where(t > 1, t, 0).mean(), ["WhereBackward"]),
+        (lambda t: (t / t.detach()).mean() * 0.5, []),
+    ],
+)
+def test_what_may_choose_samples(loss, names) -> None:
+    assert [name for name, _ in choices_of(loss(losses(0)))] == names
+
+
+def test_top_k_of_a_part_that_has_no_more_samples() -> None:
+    values = torch.rand(4, requires_grad=True)
+    taken = [takes_all(values[:n].topk(min(3, n)).values.mean(), n) for n in (1, 2, 3, 4)]
+    assert taken == [True, True, True, False]
+    classes = torch.rand(1, 3, requires_grad=True)
+    assert not takes_all(classes.topk(3).values.mean(), 1)
+
+
+def chosen(values: list[float], least: float) -> Tensor:
+    each = torch.tensor(values, requires_grad=True)
+    mask = (each > least).double()
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("later", "is_new"),
+    [([0.1, 0.2], False), ([0.1, 0.8], True), ([0.9, 0.8], True)],
+)
+def test_a_step_that_begins_to_choose_samples_is_looked_at(later, is_new) -> None:
+    form, looks = FormWatch(torch.device("cpu")), list[str]()
+    form.has_to_stay, form.again = True, lambda: looks.append("again")
+    for values in ([0.1, 0.2], [0.3, 0.2], later):
+        loss = chosen(values, 0.5)
+        form.see(loss, 2, None)
+        is_marked = bool(form.marked(loss).isnan())
+        form.end(is_judged=True)
+    assert is_marked == is_new
+
+
+def test_tokens_of_rows_of_another_length_are_no_choice() -> None:
+    form = FormWatch(torch.device("cpu"))
+    form.has_to_stay = True
+    for length in (5, 7, 6):
+        losses_of = torch.rand(2, length, requires_grad=True)
+        loss = losses_of.sum() / losses_of.numel()
+        form.see(loss, 2, None)
+        assert bool(form.marked(loss).isfinite())
+        form.end(is_judged=True)
