@@ -193,6 +193,11 @@ class _IdleOptimizer:
     def toggle_model(self, *_: Any, **__: Any) -> Any:
         return nullcontext()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what an optimizer of the user's has; a method of its own may be a kind of step."""
+        found = getattr(self.optimizer, name)
+        return (lambda *_, **__: None) if callable(found) else found
+
 
 def _run_manually(model: Any, step: Callable[[], Any]) -> list[Any]:
     """Run a `training_step` in manual optimization; the trace restores the state of the model.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.overrides import TorchFunctionMode
+from torch.overrides import has_torch_function, TorchFunctionMode
 
 from lightning_par.dtensor import shard_of
 from lightning_par.errors import ConfigurationError
@@ -21,6 +21,7 @@ from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import plain_functions, written_by
 
 __all__ = [
+    "DATA",
     "SET_DATA",
     "MixedTensors",
     "entry",
@@ -74,6 +75,9 @@ def run(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, A
 
 
 def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) -> Any:
+    if _is_partial(target):
+        _add_up(target)
+
     def like_target(value: Any) -> Any:
         if value is target or not isinstance(value, Tensor):
             return value
@@ -91,6 +95,19 @@ def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) ->
         return func(*args, **kwargs)
 
 
+def _is_partial(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+
+
+def _add_up(target: DTensor) -> None:
+    """Make a norm or sum, of which each rank has a part, one that may be written to."""
+    marks = dict(vars(target))
+    placements = [Replicate() if p.is_partial() else p for p in target.placements]
+    detached: Any = target.detach()
+    torch.utils.swap_tensors(target, detached.redistribute(placements=placements))
+    vars(target).update(marks)
+
+
 def entry(value: Any, index: int, count: int) -> Any:
     """Return the entry of a list of so many, as a list; anything else as it is."""
     is_list = isinstance(value, list | tuple) and len(value) == count
@@ -100,6 +117,27 @@ def entry(value: Any, index: int, count: int) -> Any:
 def is_number(value: Any) -> bool:
     """Whether it is a tensor with one entry and no dims."""
     return isinstance(value, Tensor) and value.ndim == 0
+
+
+def _get_data(tensor: DTensor) -> Any:
+    return _TENSOR.data.__get__(tensor)
+
+
+def _set_data(tensor: DTensor, value: Any) -> None:
+    """Copy the values: a DTensor would keep its shard, and nothing would change."""
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        SET_DATA(tensor, value)
+    elif isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:
+        with torch.no_grad():
+            tensor.copy_(value)
+    elif has_torch_function((tensor,)):  # a mode that shows whole tensors
+        SET_DATA(tensor, value)
+    else:
+        run(SET_DATA, tensor, (tensor, value), {})
+
+
+DATA = property(_get_data, _set_data)
+"""`Tensor.data` of a DTensor, to which users write as to that of a plain tensor."""
 
 
 class MixedTensors(TorchFunctionMode):
@@ -113,6 +151,8 @@ class MixedTensors(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if asks_innermost(func):
             return args[0] is self
+        if func == SET_DATA and isinstance(args[0], DTensor):
+            return run(func, args[0], args, kwargs)
         # Properties; and lists, of which all entries are alike.
         if name in ("__get__", "__set__") or name.startswith("_foreach_"):
             return func(*args, **kwargs)
@@ -123,6 +163,7 @@ class MixedTensors(TorchFunctionMode):
         if name == "__iter__":
             return iter(run(torch.unbind, None, args, kwargs))
         target, is_mixed = written_by(name, args, kwargs), len(parts) < len(tensors)
+        is_mixed |= _is_partial(target)
         if is_mixed or is_slice(target) or name in VIEWS or name == "__setitem__":
             return run(func, target, args, kwargs)
         return func(*args, **kwargs)

@@ -184,6 +184,31 @@ def norm_over_all_in_numbers() -> Any:
     return hooked(act, "on_after_backward")
 
 
+def clip_units(module: nn.Module) -> None:
+    """Adaptive clipping, as timm has it: by the norms of the rows of weights."""
+
+    def norm(x: Any) -> Any:
+        dims = tuple(range(1, x.ndim))
+        return x.norm(2.0, dim=dims, keepdim=True) if dims else x.norm(2.0)
+
+    for p in module.parameters():
+        weight, grad = p.detach(), p.grad.detach()
+        most = norm(weight).clamp_(min=1e-3).mul_(0.01)
+        now = norm(grad)
+        clipped = grad * (most / now.clamp(min=1e-6))
+        p.grad.detach().copy_(torch.where(now < most, grad, clipped))
+
+
+@CASES.add(equal="tp2 pp2 zero3", large="zero1 tp2pp2")
+def each_row_clipped_by_the_norm_of_its_weight() -> Any:
+    return hooked(clip_units, "on_after_backward")
+
+
+@CASES.add(equal="tp2 zero1")
+def each_row_clipped_where_gradients_are_clipped() -> Any:
+    return hooked(clip_units, "configure_gradient_clipping")
+
+
 @CASES.add(equal="tp2 pp2 zero1")
 def signs_of_gradients() -> Any:
     def act(module: nn.Module) -> None:

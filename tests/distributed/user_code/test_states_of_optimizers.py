@@ -35,6 +35,50 @@ def saved_states() -> dict[str, Any]:
     return optimizer.state_dict()  # type: ignore[no-any-return]
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Has another optimizer inside, and puts weights back by their `data`."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base = torch.optim.SGD(self.param_groups, **options)
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm() + 1e-12
+        for p in held:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(p.grad * (0.05 / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, state in self.state.items():
+            p.data = state["before"]
+        self.base.step()
+        self.zero_grad()
+
+
+@CASES.add(equal="zero1 tp2", large="zero3")
+def sharpness_by_an_optimizer_that_sets_data() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.climb()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal=_EVERYWHERE, large="tp2pp2")
 def states_loaded_where_the_optimizer_is_made() -> Any:
     class Module(Adam):
