@@ -50,6 +50,16 @@ def _meeting_of(steps: StepRunner, options: MeshOptions) -> Callable[[], None]:
     return wait
 
 
+def _traced() -> ConfigurationError:
+    return ConfigurationError(
+        "LP418",
+        "torch.jit.trace was called on a module of which this rank holds only a part "
+        "(a logger with log_graph=True calls it). Log the graph in setup, before the "
+        "module is sharded: self.logger.experiment.add_graph(self, "
+        "self.example_input_array). Pass log_graph=False to the logger.",
+    )
+
+
 def wrap_outer_forwards(
     module: nn.Module,
     resolved: ResolvedPlan,
@@ -85,14 +95,14 @@ def wrap_outer_forwards(
     def in_hooks(name: str, held: int, inner: Forward) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if _JIT.is_tracing():
-                raise ConfigurationError(
-                    "LP418",
-                    "torch.jit.trace was called on a module of which this rank holds only a part "
-                    "(a logger with log_graph=True calls it). Log the graph in setup, before the "
-                    "module is sharded: self.logger.experiment.add_graph(self, "
-                    "self.example_input_array). Pass log_graph=False to the logger.",
-                )
-            if steps.reads.in_hooks or steps.is_outside:
+                raise _traced()
+            is_outside = steps.reads.in_hooks or steps.is_outside
+            # One that is given a module, as an average of its weights is, is no part of a model.
+            if is_outside and any(
+                isinstance(each, nn.Module) for each in (*args, *kwargs.values())
+            ):
+                return inner(*args, **kwargs)
+            if is_outside:
                 meeting()
                 try:
                     with steps.reads.paused(), steps.outside(False):

@@ -13,6 +13,8 @@ process would, so inside of it
 
 Ranks that ask for different things are refused: whenever stages exchange values, and in the first
 run of each hook.
+
+Length: what a function of torch means for parts depends on all kinds of functions.
 """
 
 import uuid
@@ -84,6 +86,8 @@ _TO_PYTHON = _names(
 )
 """Functions whose result is no tensor, or has a shape that depends on values."""
 _ALIASES = _names("detach view view_as squeeze select __getitem__ alias expand")
+_LIKE = _names("type_as to expand_as view_as reshape_as")
+"""Functions that take from further tensors their shape or dtype, and no value."""
 _DRAWS = _names("rand_like randn_like randint_like")
 _DRAWS_BY_VALUES = _names("bernoulli multinomial normal poisson binomial dropout alpha_dropout")
 _DRAWS_IN_PLACE = _names(
@@ -350,6 +354,8 @@ class WholeView(TorchFunctionMode):
             return func(*args, **kwargs)
         parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
         name = getattr(func, "__name__", "")
+        if name in _LIKE and parts and not self._is_part(args[0]):
+            args, parts = (args[0], *tree_map(self._like, args[1:])), []
         if not parts:
             return func(*args, **kwargs)
         if name in _TELLS or (name == "__get__" and func not in (_DATA, _GRAD)):
@@ -373,6 +379,11 @@ class WholeView(TorchFunctionMode):
         if id(tensor) not in memo:
             memo[id(tensor)] = self._imagine(Tensor.clone, (tensor,), {}, stage or 0, [tensor])
         return memo[id(tensor)]
+
+    def _like(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty((), dtype=value.dtype, device=self._device).expand(value.shape)
 
     def _again(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         return self.__torch_function__(func, (), args, kwargs)

@@ -201,6 +201,49 @@ def on_one_rank_alone() -> Any:
     return in_hook("on_train_start", look)
 
 
+class Shadow(nn.Module):
+    """Averages of the parameters of a model, in buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+        for name, parameter in model.named_parameters():
+            self.register_buffer(name.replace(".", ""), parameter.clone().detach().data)
+
+    @torch.no_grad()
+    def forward(self, model: nn.Module) -> None:
+        self.steps += 1
+        decay = min(0.9, (1 + self.steps) / (10 + self.steps))
+        shadows = dict(self.named_buffers())
+        for name, parameter in model.named_parameters():
+            shadow = shadows[name.replace(".", "")].type_as(parameter)
+            shadow.sub_((1 - decay) * (shadow - parameter))
+
+    def copy_to(self, model: nn.Module) -> None:
+        shadows = dict(self.named_buffers())
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(shadows[name.replace(".", "")].data)
+
+
+@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2 zero1")
+def averages_in_buffers_of_a_module_that_a_hook_calls() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shadow = Shadow(self.net)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.shadow(self.net)
+            if batch_idx == 1:
+                self.kept = [p.clone() for p in self.net.parameters()]
+                self.shadow.copy_to(self.net)
+            if batch_idx == 2:
+                for kept, p in zip(self.kept, self.net.parameters(), strict=True):
+                    p.data.copy_(kept.data)
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     CASES.check(case, layout, refusal)
