@@ -294,6 +294,8 @@ def cut_batch(batch: Any, dims: BatchDims, start: int, length: int) -> Any:
 
     def cut(node: Any, dim: int) -> Any:
         if isinstance(node, Tensor):
+            if node.layout is not torch.strided:  # which has no views
+                return node.narrow_copy(dim, start, length)
             part = node.narrow(dim, start, length)
             return part if part.requires_grad else part.data  # which counts its own changes
         if isinstance(node, np.ndarray):

@@ -144,7 +144,8 @@ class _Packer(pickle.Pickler):
             name = f"{value.__module__}.{value.__qualname__}"
             self.classes[name] = value
             return name
-        if not isinstance(value, Tensor):
+        # A sparse one is taken apart into its indices and values, which are sent.
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
         # By identity, so that a tensor that appears twice arrives as one.
         index = self._indices.setdefault(id(value), len(self.tensors))

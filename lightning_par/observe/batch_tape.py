@@ -8,7 +8,7 @@ another batch, without the model.
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -20,7 +20,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import storage_key, written_by
+from lightning_par.upstream.tensor import memory_key, written_by
 
 __all__ = ["BatchTape", "TapedTensor"]
 
@@ -205,9 +205,9 @@ class BatchTape:
         number = self._number_of(tensor)
         if number is None or not self._is_open:
             return None
-        needed, calls, memory = {number}, list[_Call](), {_memory_of(tensor)}
+        needed, calls, memory = {number}, list[_Call](), {memory_key(tensor)}
         for call in reversed(self._calls):
-            writes = call.written is not None and _memory_of(self._held[call.written]) in memory
+            writes = call.written is not None and memory_key(self._held[call.written]) in memory
             if not writes and needed.isdisjoint(call.results):
                 continue
             taken = [held.number for held in tree_leaves(call.given) if isinstance(held, _Made)]
@@ -215,7 +215,7 @@ class BatchTape:
                 return self.of(self._held[taken[0]], is_bounded=call.written is not None)
             calls.append(call)
             needed.update(taken)
-            memory |= {_memory_of(self._held[each]) for each in taken}
+            memory |= {memory_key(self._held[each]) for each in taken}
         if any(call.inside for call in calls) and not self._is_open_inside:
             return None
         entries = tuple(sorted(each for each in needed if each < len(self._entries)))
@@ -279,12 +279,10 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _memory_of(tensor: Tensor) -> Hashable:
-    return storage_key(tensor.untyped_storage())
-
-
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if type(other) is not Tensor or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 

@@ -18,6 +18,7 @@ from lightning_par.engine.tensor.chunked_logits import ChunkedLogits
 from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.observe.batch_tape import BatchTape, TapedTensor
 from lightning_par.observe.loss_terms import LossTerms
+from lightning_par.upstream.tensor import memory_key
 
 __all__ = ["LookAtLosses", "SeenLoss", "SeenWeight"]
 
@@ -172,9 +173,9 @@ class LookAtLosses(TorchFunctionMode):
 
 def _place_of(labels: Tensor, batch: Any) -> int | None:
     # By memory: the step may have cut or reshaped the labels (`labels[:, 1:].flatten()`).
-    storage = labels.untyped_storage().data_ptr()
-    held = [tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)]
-    return held.index(storage) if held.count(storage) == 1 else None
+    memory = memory_key(labels)
+    held = [memory_key(tensor) for tensor in tensors_of(batch)]
+    return held.index(memory) if held.count(memory) == 1 else None
 
 
 def _is_negative(value: Any) -> bool:

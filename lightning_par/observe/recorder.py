@@ -26,7 +26,7 @@ from lightning_par.observe.watchers import (
     Watcher,
 )
 from lightning_par.upstream.pytree import tree_map
-from lightning_par.upstream.tensor import storage_key
+from lightning_par.upstream.tensor import memory_key
 
 __all__ = [
     "Call",
@@ -353,7 +353,7 @@ class _Recorder(Watcher):
         # Kept alive, as its id would be given to another tensor after it.
         if id(tensor) not in self._values:
             self._alive.append(tensor)
-            self._sharing.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
+            self._sharing.setdefault(memory_key(tensor), []).append(tensor)
         self._values[id(tensor)] = value
         return value
 
@@ -386,7 +386,7 @@ class _Recorder(Watcher):
             self.trace.leaks.append(index)
         for tensor in call.written:
             # All views of the memory have new values with it, also those made before.
-            for other in self._sharing[storage_key(tensor.untyped_storage())]:
+            for other in self._sharing[memory_key(tensor)]:
                 self.name(other, kind="made", maker=index)
         for tensor in made:
             self.name(tensor, kind="made", maker=index)

@@ -33,6 +33,7 @@ __all__ = [
     "gradient_hooks",
     "make_subclass",
     "make_wrapper",
+    "memory_key",
     "own_attributes",
     "plain_functions",
     "storage_key",
@@ -60,6 +61,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     `data_ptr`, which is public, is 0 for every storage on meta and every empty one.
     """
     return int(StorageWeakRef(storage).cdata)
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Return a number of the memory of a living tensor; a sparse one has its own, and no views."""
+    is_dense = tensor.layout is torch.strided
+    return storage_key(tensor.untyped_storage()) if is_dense else id(tensor)
 
 
 def own_attributes(parameter: Tensor) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def candidate_rules(
     numbers: list[tuple[str, int]] = []
     for path, dim in dims.dims.items():
         entry = batch_entry(batch, path) if path else batch
-        if not isinstance(entry, Tensor) or dim != 0:
+        if not isinstance(entry, Tensor) or dim != 0 or entry.layout is not torch.strided:
             continue
         is_index = not (
             entry.is_floating_point() or entry.is_complex() or entry.dtype == torch.bool

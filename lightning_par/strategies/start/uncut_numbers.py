@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def check_uncut_numbers(
 
     **Communicates**: the numbers, over the replicas; then what the step does.
     """
-    numbers = dict(_numbers(batch))
+    numbers = dict(_numbers(batch, dims.dims))
     counts = [float(rule.weigh(batch, dims.size or 1)) for rule in rules] if numbers else []
     own = {path for path, number in numbers.items() if number > 1 and number in counts}
     held: list[Any] = [(numbers, own, _scaled(batch, dims))] * mesh.sizes.data
@@ -98,7 +99,9 @@ def _scaled(batch: Any, dims: BatchDims) -> set[str]:
     found = set()
     for path, dim in dims.dims.items():
         entry = batch_entry(batch, path) if path else None
-        if isinstance(entry, Tensor) and entry.is_floating_point() and not dim and len(entry) > 1:
+        if not isinstance(entry, Tensor) or entry.layout is not torch.strided:
+            continue
+        if entry.is_floating_point() and not dim and len(entry) > 1:
             rows = entry.double().flatten(1).sum(1) if entry.ndim > 1 else entry.double()
             near = 1e-6 * float(rows.abs().sum())
             differ = float(rows.max() - rows.min()) > 1e3 * near
@@ -110,15 +113,19 @@ def _scaled(batch: Any, dims: BatchDims) -> set[str]:
     return found
 
 
-def _numbers(node: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a batch that no sample has for itself, with their paths."""
+def _numbers(node: Any, cut: Collection[str], path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a batch that no sample has for itself, with their paths; entries in
+    `cut` hold samples.
+    """
+    if path in cut:
+        return
     if (number := _number_of(node)) is not None:
         yield path, number
     held = children(node) or []
     # A list of numbers has one for each sample.
     if not all(_number_of(value) is not None for _, value in held):
         for key, value in held:
-            yield from _numbers(value, f"{path}.{key}" if path else str(key))
+            yield from _numbers(value, cut, f"{path}.{key}" if path else str(key))
 
 
 def _number_of(node: Any) -> float | None:

@@ -141,6 +141,34 @@ def weights_of_samples_beside_numbers_of_their_batch() -> Any:
     return Module(), token_pairs(), collate
 
 
+@CASES.add(equal="pp2 zero1", large="zero3")
+def labels_of_one_number_in_a_list_of_samples() -> Any:
+    """Each is of its sample: no replica has counted it."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = (torch.stack([sample[name] for sample in batch]) for name in "xy")
+            return F.cross_entropy(self.net(x).mean(1), y)
+
+    samples = [{"x": a, "y": b[0], "name": f"book {i}"} for i, (a, b) in enumerate(token_pairs())]
+    return Module(), samples, list
+
+
+@CASES.add(equal="tp2 pp2 zero1", large="zero3")
+def words_in_a_sparse_tensor() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch["x"]).mean(1)
+            words = torch.sparse.mm(batch["words"], torch.eye(64, dtype=logits.dtype))
+            return -(words * logits.log_softmax(-1)).sum(1).mean()
+
+    def collate(samples: Any) -> Any:
+        words = torch.stack([F.one_hot(b, 64).sum(0).double() for _, b in samples])
+        return {"x": stack(samples)[0], "words": words.to_sparse()}
+
+    return Module(), token_pairs(), collate
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equals_one_process_or_is_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
