@@ -172,7 +172,9 @@ def _sized_by_values(trace: Trace) -> set[Value]:
         # Of an operation that writes, the result has the size of what it writes to.
         whole = operation.inputs[: 1 if operation.name.startswith(_WRITES) else None]
         chosen = frozenset().union(*(sizes.get(value, ()) for value in whole))
-        if _chooses(operation):
+        # At most so many rows (`rows[:capacity]`) are as many as there are below that.
+        is_part = operation.name == "__getitem__" and bool(operation.inputs[:1]) and bool(chosen)
+        if _chooses(operation) or (is_part and operation.inputs[0] in sizes):
             chosen |= {value.shape[0] for value in operation.outputs if value.shape}
         for value in operation.outputs:
             if chosen & {*value.shape}:

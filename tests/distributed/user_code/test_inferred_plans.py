@@ -259,7 +259,7 @@ def parameters_of_the_step_itself() -> Any:
     return Module(), token_pairs()
 
 
-def experts_by_hand(*, keeps_loss: bool = False) -> nn.Module:
+def experts_by_hand(*, keeps_loss: bool = False, capacity: int | None = None) -> nn.Module:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -274,6 +274,7 @@ def experts_by_hand(*, keeps_loss: bool = False) -> nn.Module:
             out = torch.zeros_like(rows)
             for number, expert in enumerate(self.experts):
                 (own,) = (shares.argmax(-1) == number).nonzero(as_tuple=True)
+                own = own[:capacity]
                 out = out.index_add(0, own, expert(rows[own]) * shares[own, number, None])
             if keeps_loss:
                 self.loss = shares.square().mean()
@@ -299,6 +300,18 @@ def losses_that_experts_keep() -> Any:
             return loss + 0.01 * sum(layer.loss for layer in self.net.layers)
 
     return Module(experts_by_hand(keeps_loss=True)), token_pairs()
+
+
+@CASES.add(refused={"pp2": r"net\.layers cannot be cut"}, strategy={"num_microbatches": 1})
+def losses_that_experts_of_a_capacity_keep() -> Any:
+    """Their experts get as many rows as there is room for: these are no blocks, either."""
+
+    class Module(Planless):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + 0.01 * sum(layer.loss for layer in self.net.layers)
+
+    return Module(experts_by_hand(keeps_loss=True, capacity=4)), token_pairs()
 
 
 class _WithHeads(nn.Module):
