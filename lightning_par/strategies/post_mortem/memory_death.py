@@ -129,7 +129,10 @@ class MemoryWatch:
             said.append(f"lightning-par why {self.folder} prints this again.")
         is_device = isinstance(short, torch.OutOfMemoryError)
         kind = DeviceOutOfMemoryError if is_device else OutOfMemoryError
-        return kind("LP613", "\n".join(said))
+        made = kind("LP613", "\n".join(said))
+        for note in getattr(short, "__notes__", ()):  # as that of the proof
+            made.add_note(note)
+        return made
 
 
 def _find(error: BaseException | None) -> BaseException | None:
