@@ -8,7 +8,7 @@ looks across a matrix, and is not right on DTensors, in the second.
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -151,19 +151,30 @@ def looks_across_model(optimizer: Optimizer, device: torch.device) -> bool:
     return False
 
 
-def right_on_shards(optimizer: Optimizer, device: torch.device) -> bool:
+def right_on_shards(
+    optimizer: Optimizer, device: torch.device, later: Sequence[Tensor] | None = None
+) -> bool:
     """Return whether an update of sharded parameters is that of whole ones; see Note [Probe].
 
     Every rank of the meshes of the parameters has to call this.
 
+    Args:
+        optimizer: Stays as it is.
+        device: Where small tensors are made.
+        later: Parameters that it may be given later on, to try these; None: its own. What it does
+            not take whole it is not given.
+
     **Communicates**: what the optimizer does, on small tensors.
     """
-    sharded = [kind for kind in _kinds(optimizer) if kind.mesh is not None]
+    kinds = _kinds(optimizer) if later is None else _kinds_in([later])
+    sharded = [kind for kind in kinds if kind.mesh is not None]
     if not sharded:
         return True
     plain = [_Kind(kind.group, kind.shape) for kind in sharded]
     numbers = range(len(sharded))
     wanted = _try(optimizer, plain, device, numbers)
+    if wanted is None and later is not None:
+        return True
     found = _try(optimizer, sharded, device, numbers)
     if wanted is None or found is None:
         # What cannot be tried sharded is stepped on whole tensors.
@@ -195,11 +206,15 @@ def steps_alone(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _kinds(optimizer: Optimizer) -> list[_Kind]:
+    return _kinds_in([group["params"] for group in optimizer.param_groups])
+
+
+def _kinds_in(groups: Iterable[Sequence[Tensor]]) -> list[_Kind]:
     """Return the kinds of parameters, the largest first of each."""
     found: dict[Any, _Kind] = {}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(groups):
         # The largest stands for its kind: small ones may be below a threshold of the optimizer.
-        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
+        for parameter in sorted(group, key=Tensor.numel, reverse=True):
             mesh: DeviceMesh | None = None
             placements: tuple[Placement, ...] = ()
             if isinstance(parameter, DTensor):

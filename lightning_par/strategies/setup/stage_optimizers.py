@@ -240,26 +240,48 @@ def prepare_optimizers(
             model.steps.watch(optimizer)
 
 
+def _needs(
+    optimizer: Optimizer, reach: Any, model: ParallelModel, device: torch.device
+) -> tuple[bool, ...]:
+    """Return whether an update looks across the model, across shards, or would look across those of
+    parameters that the optimizer may be given later on; the same on every rank.
+    """
+    across_model = model.mesh.sizes.pipeline > 1 and (
+        reach == "model" or (reach is None and looks_across_model(optimizer, device))
+    )
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    across_shards = _has_shards(own) and (
+        reach is not None or not right_on_shards(optimizer, device)
+    )
+    # As where layers are unfrozen: matrices after vectors.
+    dims = {p.ndim for p in own if _has_shards([p])}
+    later = [p for p in model.module.parameters() if p.ndim not in dims]
+    across_later = _has_shards(later) and (
+        reach is not None or not right_on_shards(optimizer, device, later)
+    )
+    # Found by trying, on the parameters of this rank: if any rank needs it, all step alike.
+    found = [across_model, across_shards, across_later]
+    needs = torch.tensor(found, device=device, dtype=torch.int)
+    dist.all_reduce(needs, dist.ReduceOp.MAX)
+    return tuple(bool(need) for need in needs.tolist())
+
+
 def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -> None:
     reach, mesh = declared_reach(optimizer), model.mesh
     if reach == "entry":
         return
-    across_model = mesh.sizes.pipeline > 1 and (
-        reach == "model" or (reach is None and looks_across_model(optimizer, device))
-    )
-    across_shards = _has_shards(optimizer) and (
-        reach is not None or not right_on_shards(optimizer, device)
-    )
-    # Found by trying, on the parameters of this rank: if any rank needs it, all step alike.
-    needs = torch.tensor([across_model, across_shards], device=device, dtype=torch.int)
-    dist.all_reduce(needs, dist.ReduceOp.MAX)
-    across_model, across_shards = (bool(need) for need in needs.tolist())
-    if not (across_model or across_shards):
+    across_model, across_shards, across_later = _needs(optimizer, reach, model, device)
+    if not (across_model or across_shards or across_later):
         return
-    check_references(optimizer)
-    alone = torch.tensor(
-        not across_model and steps_alone(optimizer, device), device=device, dtype=torch.int
-    )
+    try:
+        check_references(optimizer)
+    except ConfigurationError:
+        if across_model or across_shards:
+            raise
+        return  # which it may never be given
+    # What it may be given was not tried for this.
+    is_alone = across_shards and not across_model and steps_alone(optimizer, device)
+    alone = torch.tensor(is_alone, device=device, dtype=torch.int)
     dist.all_reduce(alone, dist.ReduceOp.MIN)
     step = WholeStep(
         optimizer,
@@ -283,8 +305,7 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
         )
 
 
-def _has_shards(optimizer: Optimizer) -> bool:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+def _has_shards(parameters: Iterable[Any]) -> bool:
     sharded = (p for p in parameters if isinstance(p, DTensor))
     return any(not placement.is_replicate() for p in sharded for placement in p.placements)
 

@@ -46,6 +46,26 @@ def matrices_that_are_unfrozen_later() -> Any:
     return optimized(lambda m: TwoKinds([p for p in m.parameters() if p.requires_grad], lr=0.05))
 
 
+class LastNorm(BaseFinetuning):
+    """Trains the last norm alone in the first epoch, whose vectors no rank shards under tp."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.net.emb, pl_module.net.blocks, pl_module.net.head])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=0.05)
+
+
+@CASES.add(
+    equal="tp2 zero3",
+    large="tp2pp2",
+    trainer=lambda: {"callbacks": [LastNorm()], "limit_train_batches": 2},
+)
+def matrices_that_follow_vectors() -> Any:
+    return optimized(lambda m: TwoKinds([p for p in m.parameters() if p.requires_grad], lr=0.05))
+
+
 class Backbone(BaseFinetuning):
     """Trains the head alone in the first epoch; no output of a first stage needs a gradient."""
 
