@@ -157,7 +157,9 @@ class FolderStore(Store):
         check_regular(path)
         found = path.size() if isinstance(path, UrlPath) else path.stat().st_size
         if found != length:
-            raise CheckpointError("LP502", f"{name} has {found} bytes, but {length} were written")
+            raise CheckpointError(
+                "LP502", f"{name} is damaged: it has {found} bytes instead of {length}"
+            )
         if isinstance(path, UrlPath):
             for low in range(0, length, _REQUEST):
                 yield memoryview(path.read_bytes(low, low + _REQUEST))

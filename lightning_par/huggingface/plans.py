@@ -15,7 +15,7 @@ from torch import nn
 from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.stages import find_stages
-from lightning_par.huggingface.styles import InBlockStyles
+from lightning_par.huggingface.styles import InBlockStyles, plan_of_blocks
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["derive_plan", "find_huggingface_plan"]
@@ -101,9 +101,15 @@ def derive_plan(model: Any) -> ParallelPlan:
             + _PASTE.format("blocks='...', ")
         )
     plan = _with(plan, refusals=refusals)
-    styles = InBlockStyles(model, blocks) if isinstance(blocks, str) else None
-    if styles is None:
+    return _with_styles(plan, model, blocks)
+
+
+def _with_styles(plan: ParallelPlan, model: Any, blocks: Any) -> ParallelPlan:
+    """Return a plan with the tensor styles of a model."""
+    given = plan_of_blocks(model, blocks) if isinstance(blocks, str) else {}
+    if not given:
         return _with(plan, tensor=gathered_styles(model), sequence_region="none")
+    styles = InBlockStyles(model, blocks, given)
     tensor = {**_edge_styles(model, f"{blocks}."), **styles.tensor}
     if styles.unknown:
         # One module that is not understood makes the pairs of colwise and rowwise around it

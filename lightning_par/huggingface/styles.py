@@ -10,7 +10,7 @@ from torch import nn
 from lightning_par.plan.parallel_plan import match_pattern, TensorStyle
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
 
-__all__ = ["InBlockStyles"]
+__all__ = ["InBlockStyles", "plan_of_blocks"]
 
 _OURS: dict[str, TensorStyle] = {
     "colwise": "colwise",
@@ -54,12 +54,27 @@ _LATENT = re.compile("(q|kv)_a_(proj|layernorm)(_with_mqa)?")
 """Names of what makes the latents of queries, keys and values, which the heads of a rank use."""
 
 
+def plan_of_blocks(model: Any, blocks: str) -> Mapping[str, str]:
+    """Return FQN pattern -> style of transformers, as the model or its family has it; empty: none.
+
+    Args:
+        model: A `transformers.PreTrainedModel`.
+        blocks: FQN of its list of blocks.
+    """
+    own = getattr(model, "tp_plan", None) or {}
+    # Only of the blocks: what a plan says of the vocabulary is decided by `vocabulary_styles`.
+    given = {name: style for name, style in own.items() if name.startswith(f"{blocks}.")}
+    family = _FAMILY_PLANS.get(model.config.model_type, {})
+    return given or {f"{blocks}.{name}": style for name, style in family.items()}
+
+
 class InBlockStyles:
     """Reads the styles off the model's own plan and fills in what that leaves out.
 
     Args:
         model: A `transformers.PreTrainedModel`; parameters may be on meta.
         blocks: FQN of its list of blocks.
+        given: What `plan_of_blocks` returns of them.
 
     Attributes:
         tensor: FQN pattern -> style, for every module inside the blocks that needs one.
@@ -69,30 +84,18 @@ class InBlockStyles:
             which no style is known. The fields above say nothing of what is inside of them.
     """
 
-    def __init__(self, model: Any, blocks: str) -> None:
+    def __init__(self, model: Any, blocks: str, given: Mapping[str, str]) -> None:
         self.tensor: dict[str, TensorStyle] = {}
         self.divided: dict[str, tuple[str, ...]] = {}
         self.counts: dict[str, dict[str, int]] = {}
         self.unknown: set[str] = set()
-        self._config = model.config
-        self._given = self._plan_of(model, blocks)
+        self._config, self._given = model.config, given
         modules = _named_modules(model, blocks)
         self._containers(modules)
         self._owners(modules, len(blocks.split(".")) + 2)
         for known in (self.tensor, self.divided, self.counts):
             for fqn in [name for name in known if self.is_unknown(name)]:
                 del known[fqn]
-
-    @staticmethod
-    def _plan_of(model: Any, blocks: str) -> dict[str, str]:
-        own = getattr(model, "tp_plan", None) or {}
-        # Only of the blocks: what a plan says of the vocabulary is decided by
-        # `vocabulary_styles`.
-        given = {k: v for k, v in own.items() if k.startswith(f"{blocks}.")}
-        if given:
-            return given
-        family = _FAMILY_PLANS.get(model.config.model_type, {})
-        return {f"{blocks}.{k}": v for k, v in family.items()}
 
     def _style_of(self, fqn: str) -> str | None:
         return next((s for p, s in self._given.items() if match_pattern(p, fqn)), None)
