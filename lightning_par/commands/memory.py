@@ -28,19 +28,17 @@ def memory(
         ConfigurationError: The strategy is not one of this package.
     """
     with quick_imports():
-        import torch
-
         from lightning_par.commands.prediction.run_config import configure
         from lightning_par.strategies.memory_estimate import memory_check
 
     more = [f"--config={config}", *fit]
     if devices is not None:
         more.append(f"--trainer.devices={devices}")
-    run = configure(more, on_meta=False, on_cpu=True)
+    # On meta, as the model may be larger than this machine.
+    run = configure(more, on_meta=True, on_cpu=True)
     strategy, module = run.strategy, run.model
-    # The model may be larger than this machine.
-    with torch.device("meta"):
-        module.configure_model()
+    run.build_model()
+    run.take_inferred_plan()
     check = memory_check(module, strategy)
     count = sum(p.numel() for p in module.parameters())
     print(f"{type(module).__name__}: {count:,} parameters on {strategy.sizes}")

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -47,21 +46,12 @@ def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the o
 
 def _infer(run: "ConfiguredRun") -> None:
     """Build the model; print and take the inferred plan where the model declares none."""
-    from lightning_par.inference.infer import describe_inferred, infer_plan
+    from lightning_par.inference.infer import describe_inferred
 
     run.build_model()
-    strategy, sizes = run.strategy, run.strategy.sizes
-    if run.given_plan is not None or (sizes.tensor == 1 and sizes.pipeline == 1):
-        return
-    plan = infer_plan(
-        run.model,
-        example=run.first_batches(1)[0],
-        tensor_parallel_size=sizes.tensor,
-        pipeline_parallel_size=sizes.pipeline,
-    )
-    said = describe_inferred(plan, run.model)
-    print(f"{type(run.model).__name__} declares no plan; inferred:\n{said}\n")
-    strategy.options = replace(strategy.options, plan=plan)
+    if (plan := run.take_inferred_plan()) is not None:
+        said = describe_inferred(plan, run.model)
+        print(f"{type(run.model).__name__} declares no plan; inferred:\n{said}\n")
 
 
 def _place(run: "ConfiguredRun") -> "list[ParameterPlacement]":

@@ -2,12 +2,17 @@
 
 import re
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.utils.data import DataLoader
 
 from lightning_par import cli
 from tests.support.models.huggingface import FAMILIES
@@ -37,6 +42,26 @@ model:
     on_meta: ON_META
 data: null
 """
+
+
+class WithoutPlan(L.LightningModule):
+    """Declares no plan, and has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.blocks = nn.ModuleList(nn.Sequential(*map(deepcopy, parts)) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        hidden = batch
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return F.mse_loss(hidden, batch)
+
+    def train_dataloader(self) -> Any:
+        """Return batches [4, 6, 16]."""
+        return DataLoader(torch.randn(8, 6, 16), 4)
 
 
 def command(
@@ -110,6 +135,16 @@ def test_configuration_for_gpus_needs_none(
 ) -> None:
     run = command(tmp_path, monkeypatch, capsys, name, yaml=GPUS)
     assert (run[0], "HFModule" in run[1], said in run[1]) == (0, True, True), run[2]
+
+
+@pytest.mark.parametrize(("name", "said"), [("plan", "inferred:"), ("memory", "gathered")])
+def test_a_model_without_a_plan_is_looked_at(
+    name: str, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    start, _, _ = YAML.partition("model:")
+    yaml = f"{start}model: {WithoutPlan.__module__}.WithoutPlan\ndata: null\n"
+    status, out, err = command(tmp_path, monkeypatch, capsys, name, yaml=yaml)
+    assert (status, "WithoutPlan" in out, said in out) == (0, True, True), err
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without GPUs")

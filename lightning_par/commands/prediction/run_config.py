@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing_extensions import override
 from lightning_par.commands.parallel_cli import ParallelCLI, SETTINGS
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
+from lightning_par.inference.infer import infer_plan
 from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
@@ -95,6 +97,24 @@ class ConfiguredRun(ParallelCLI):
         """Call the model's `configure_model`, with parameters on the meta device."""
         with record_construction(), self.trainer.precision_plugin.module_init_context():
             self.model.configure_model()
+
+    def take_inferred_plan(self) -> ParallelPlan | None:
+        """Let the strategy have the plan that the structure of a built model suggests.
+
+        Returns:
+            The plan; None where the model declares one, or nothing needs it.
+        """
+        strategy, sizes = self.strategy, self.strategy.sizes
+        if self.given_plan is not None or (sizes.tensor == 1 and sizes.pipeline == 1):
+            return None
+        plan = infer_plan(
+            self.model,
+            example=self.first_batches(1)[0],
+            tensor_parallel_size=sizes.tensor,
+            pipeline_parallel_size=sizes.pipeline,
+        )
+        strategy.options = replace(strategy.options, plan=plan)
+        return plan
 
     def first_batches(self, steps: int) -> list[Any]:
         """Return the first training batches; if there are fewer, they repeat.
