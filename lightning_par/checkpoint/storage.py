@@ -319,7 +319,7 @@ def check_regular(path: Place) -> None:
         raise CheckpointError(
             "LP502",
             f"{path.name} is a link, a pipe or a device, but every file of a checkpoint is a "
-            "regular file",
+            "regular file. Use another checkpoint.",
         )
 
 

@@ -39,6 +39,9 @@ _BLOCK = 1 << 20
 _REQUEST = 16 << 20
 """Bytes that are asked of a store at a time."""
 
+_CURE = " Use another checkpoint."
+"""End of a message, left out of a list of problems."""
+
 
 class Store(ABC):
     """Where a checkpoint is: verified bytes by name, and tensors.
@@ -77,7 +80,7 @@ class Store(ABC):
         except FileNotFoundError:
             return f"{name} is missing"
         except CheckpointError as error:
-            return error.message
+            return error.message.removesuffix(_CURE)
         except OSError as error:
             return f"{name} cannot be read: {error}"
         if f"{found:08x}" == written:
@@ -158,7 +161,9 @@ class FolderStore(Store):
         found = path.size() if isinstance(path, UrlPath) else path.stat().st_size
         if found != length:
             raise CheckpointError(
-                "LP502", f"{name} is damaged: it has {found} bytes instead of {length}"
+                "LP502",
+                f"the checkpoint file {path} is damaged: it has {found} bytes instead of "
+                f"{length}.{_CURE}",
             )
         if isinstance(path, UrlPath):
             for low in range(0, length, _REQUEST):

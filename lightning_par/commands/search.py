@@ -105,9 +105,9 @@ def _read(config: str, length: int | None) -> dict[str, Any]:
     if given.get("data", {}) is None:
         raise ConfigurationError(
             "LP905",
-            "with data: null the model makes the data loader, so a layout cannot set its batch "
-            "size. Move the loader into a data module whose constructor has an argument "
-            "batch_size.",
+            "with data: null the model makes its own data loader, so search cannot set the batch "
+            "size, which depends on the layout. Move the loader into a data module whose "
+            "constructor has an argument batch_size.",
         )
     if length:
         given.setdefault("data", {}).setdefault("init_args", {})["length"] = length

@@ -145,8 +145,9 @@ def _attend(
     if beside:
         raise ConfigurationError(
             "LP305",
-            f"{type(module).__name__} changes its attention weights ({', '.join(beside)}), which "
-            "is not supported with context parallelism. Use context_parallel_size=1.",
+            f"{type(module).__name__} passes {' and '.join(beside)} to its attention, which "
+            "changes the attention scores or their softmax. This is not supported with context "
+            "parallelism. Use context_parallel_size=1.",
         )
     # As transformers' own functions decide: the argument, else the module, else causal.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

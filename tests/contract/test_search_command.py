@@ -344,7 +344,7 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     own.write_text(TINY[: TINY.index("data:")] + "data: null\n")
     status, _, said = command(monkeypatch, capsys, "search", "--config", own)
     assert status == 1
-    assert "with data: null the model makes the data loader" in said
+    assert "with data: null the model makes its own data loader" in said
     for words, why in (
         (("--try", 3, "--nodes", 2), "--try 3 trains layouts on this machine, but --nodes 2 asks"),
         (("--picture", "found.jpg"), "path='found.jpg' must have one of the suffixes"),

@@ -15,9 +15,9 @@ class PassedOverError(PipelineError):
             "LP406",
             f"the step returned before it had called block {block}. If the step skips blocks or "
             "returns early, let it call the whole model once for every batch; to skip a batch, "
-            "remove it in the data set or collate_fn. If a bare `except:` around the model call "
-            "caught the BaseException that ends a stage, write `except Exception:`. Or use "
-            "pipeline_parallel_size=1.",
+            "remove it in the data set or collate_fn. If the step has a bare `except:` around the "
+            "model call, write `except Exception:`: a pipeline stage ends the model call with a "
+            "BaseException, which the step must not catch. Or use pipeline_parallel_size=1.",
         )
 
     @classmethod

@@ -340,7 +340,7 @@ def with_ranks(environment: ClusterEnvironment | None, size: int) -> ClusterEnvi
     if missing and size > 1:
         raise ConfigurationError(
             "LP710",
-            f"SLURM has not set {', '.join(missing)} for this process, so srun did not start it. "
+            f"this process was not started by srun: SLURM has not set {', '.join(missing)}. "
             f"Start the {size} processes with srun. Or set SLURM_JOB_NAME=bash: this process then "
             "starts the other processes of its node itself.",
         )

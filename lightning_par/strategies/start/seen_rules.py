@@ -179,10 +179,11 @@ def _made(taped: TapedTensor, batch: Any) -> Tensor:
     except Exception as error:  # of torch, of any kind
         raise PlanError(
             "LP309",
-            "training_step computes the weight of a batch in the loss from the batch, but for "
-            f"this batch the same operations fail with {type(error).__name__}: {error}. Declare "
-            "ParallelPlan(batch=BatchLayout(loss_weight=...)) with a function of the batch that "
-            "returns its weight.",
+            "the loss of training_step weights each batch by a number that is computed from the "
+            "batch, such as its number of labels. lightning_par has recorded the operations that "
+            f"compute this number, but for this batch they fail with {type(error).__name__}: "
+            f"{error}. Declare ParallelPlan(batch=BatchLayout(loss_weight=...)) with a function "
+            "that takes a batch and returns its weight.",
         ) from error
 
 
