@@ -89,9 +89,9 @@ def local_box(name: str, tensor: Tensor) -> Box:
     if held != box.shape:
         raise CheckpointError(
             "LP505",
-            f"{name} has the shape {tuple(tensor.shape)}. Its shard on this rank has the shape "
-            f"{held}, but the placements {tensor.placements} on {tuple(mesh.shape)} ranks give the "
-            f"shape {box.shape}. Shard it as torch.chunk does.",
+            f"the tensor {name} has the shape {tuple(tensor.shape)}. Its shard on this rank has "
+            f"the shape {held}, but the placements {tensor.placements} on {tuple(mesh.shape)} "
+            f"ranks give the shape {box.shape}. Shard it as torch.chunk does.",
         )
     return box
 
@@ -117,9 +117,9 @@ def box_at(
     if shards is None:
         raise CheckpointError(
             "LP505",
-            f"{name} is sharded as {tuple(placements)}: a rank holds several separate parts of "
-            "one dim instead of one block, which a checkpoint cannot store. Do not shard the "
-            "weight, or give the weight a separate dim for these parts.",
+            f"the tensor {name} is sharded as {tuple(placements)}: a rank holds several separate "
+            "parts of one dim instead of one block, which a checkpoint cannot store. Do not shard "
+            "the weight, or give the weight a separate dim for these parts.",
         )
     return cut_box(name, shape, [(dim, mesh.size(i), place[i]) for i, dim in shards])
 

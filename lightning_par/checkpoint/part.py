@@ -138,8 +138,8 @@ def make_part(
         if piece.values.dtype not in DTYPES.values():
             raise CheckpointError(
                 "LP505",
-                f"{piece.box.name} has the dtype {piece.values.dtype}, which a safetensors file "
-                "cannot hold. Convert it to another dtype.",
+                f"the tensor {piece.box.name} has the dtype {piece.values.dtype}, which a "
+                "safetensors file cannot hold. Convert it to another dtype.",
             )
     # One encoder for all three, as keys of tensors are numbers within one file.
     encoder = Encoder(file_name("state", rank, world))

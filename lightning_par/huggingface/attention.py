@@ -137,8 +137,8 @@ def _attend(
     if dropout > 0:
         raise ConfigurationError(
             "LP305",
-            f"{type(module).__name__} applies dropout={dropout} to attention weights, which is "
-            "not supported with context parallelism. Set attention_dropout (attn_pdrop, "
+            f"{type(module).__name__} applies dropout={dropout} to attention probabilities, which "
+            "is not supported with context parallelism. Set attention_dropout (attn_pdrop, "
             "attention_probs_dropout_prob) of its configuration to 0.",
         )
     beside = [name for name in _BESIDE if others.get(name) is not None]

@@ -260,8 +260,9 @@ class Attention(nn.Module):
         if self.training and self.dropout:
             raise ConfigurationError(
                 "LP912",
-                f"dropout={self.dropout} of attention weights is not supported if a row holds "
-                "several documents (cu_seqlens). Use dropout=0, or put one document in each row.",
+                f"dropout={self.dropout} of attention probabilities is not supported if a row "
+                "holds several documents (cu_seqlens). Use dropout=0, or put one document in each "
+                "row.",
             )
 
 

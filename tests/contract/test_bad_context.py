@@ -203,7 +203,7 @@ class Forward(ToyModule):
 
 
 DURING = {
-    "dropout": r"dropout_p=0\.1 of attention weights is not supported with context_parallel_size=2",
+    "dropout": r"dropout_p=0\.1 of attention probabilities is not supported with context_parallel",
     "mask of pairs": r"attn_mask of shape \(6, 6\) with is_causal=False.*\[B, 1, 1, 6\]",
     "weights": r"attn_mask contains numbers other than 0 and minus infinity",
     "memory": r"combines tokens of a sequence with __getitem__, .* the 6 tokens of one rank",

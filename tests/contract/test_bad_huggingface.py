@@ -177,6 +177,6 @@ def test_packed_rows_are_not_divided() -> None:
 def test_dropped_attention_weights_are_refused_on_divided_sequences() -> None:
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(
-        ConfigurationError, match=r"Linear applies dropout=0\.1 to attention weights"
+        ConfigurationError, match=r"Linear applies dropout=0\.1 to attention probabilities"
     ):
         _attend(torch.nn.Linear(1, 1), x, x, x, None, dropout=0.1)

@@ -156,7 +156,7 @@ class _Interception(TorchFunctionMode):
         if dropout_p > 0:
             raise ConfigurationError(
                 "LP305",
-                f"dropout_p={dropout_p} of attention weights is not supported with "
+                f"dropout_p={dropout_p} of attention probabilities is not supported with "
                 f"context_parallel_size={ranks}: the backward would have to drop the same pairs "
                 "of tokens as the forward. Set the dropout of attention to 0.",
             )

@@ -513,8 +513,9 @@ class AbsentModule(_Shape):
             raise called_by_a_hook(self.__dict__["_fqn"])
         raise PipelineError(
             "LP407",
-            f"{self.__dict__['_fqn']} is placed on the last pipeline stage, but was called before "
-            "the blocks. Name it in ParallelPlan(first=...) or ParallelPlan(replicated=...).",
+            f"the module {self.__dict__['_fqn']} is placed on the last pipeline stage, but was "
+            "called before the blocks. Name it in ParallelPlan(first=...) or "
+            "ParallelPlan(replicated=...).",
         )
 
 
@@ -566,9 +567,9 @@ class GhostModule(_Shape):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} returns a tensor of {tensor.dtype} on another pipeline "
-                "stage, so this stage lacks its values. Name this module, and the modules that "
-                "compute its inputs, in ParallelPlan(replicated=...).",
+                f"the module {self.__dict__['_fqn']} returns a tensor of {tensor.dtype} on another "
+                "pipeline stage, so this stage lacks the values. Name this module, and the "
+                "modules that compute its inputs, in ParallelPlan(replicated=...).",
             )
         return poison(tensor.shape, tensor.dtype, device)
 
@@ -584,7 +585,8 @@ class GhostModule(_Shape):
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
                 "LP407",
-                f"{self.__dict__['_fqn']} is on another pipeline stage, and the shapes of its "
-                f"output depend on values that this stage lacks ({str(error).splitlines()[0]}). "
-                "Name this module in ParallelPlan(replicated=...).",
+                f"the module {self.__dict__['_fqn']} is on another pipeline stage, and the shapes "
+                "of its output depend on values that this stage lacks "
+                f"({str(error).splitlines()[0]}). Name this module in "
+                "ParallelPlan(replicated=...).",
             ) from error

@@ -72,9 +72,9 @@ def write_token_file(
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < limit:
                 raise ConfigurationError(
                     "LP910",
-                    f"{path.name} has tokens from {tokens.min()} to {tokens.max()}, but they must "
-                    f"be from 0 to {limit - 1} (dtype={dtype}, vocab_size={vocab_size}). For "
-                    "larger tokens use a larger vocab_size, and a larger dtype if needed.",
+                    f"{path.name} would hold tokens from {tokens.min()} to {tokens.max()}, but "
+                    f"they must be from 0 to {limit - 1} (dtype={dtype}, vocab_size={vocab_size}). "
+                    "For larger tokens use a larger vocab_size, and a larger dtype if needed.",
                 )
             file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             count += tokens.size
@@ -116,8 +116,8 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
     if size != count * dtype.itemsize or not count:
         raise ConfigurationError(
             "LP910",
-            f"{path.name} has {size} bytes, but should hold {count} tokens of {dtype.itemsize} "
-            "bytes each. Write the file again with write_token_file().",
+            f"the token file {path.name} has {size} bytes, but should hold {count} tokens of "
+            f"{dtype.itemsize} bytes each. Write the file again with write_token_file().",
         )
     tokens = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     return cast(Tokens, tokens), described.get("vocab_size")
@@ -139,8 +139,8 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     if not beside.is_file():
         raise ConfigurationError(
             "LP910",
-            f"{Path(path).name} does not store where its documents end. Write the file with "
-            "`lightning-par tokenize`, or with write_token_file(..., documents=True).",
+            f"the token file {Path(path).name} does not store where its documents end. Write it "
+            "with `lightning-par tokenize`, or with write_token_file(..., documents=True).",
         )
     ends: NDArray[np.int64] = np.load(beside, mmap_mode="r")
     return ends

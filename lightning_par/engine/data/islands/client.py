@@ -296,9 +296,9 @@ class IslandClient:
             if not now.isfinite().all():
                 raise NonFiniteError(
                     "LP703",
-                    f"{held.region.name} has NaN or infinite entries after {self._own_steps} "
-                    f"steps of island {self._place.island}, so its update was not sent. Restart "
-                    "the island: it loads the weights from the server.",
+                    f"the weight {held.region.name} has NaN or infinite entries after "
+                    f"{self._own_steps} steps of island {self._place.island}, so its update was "
+                    "not sent. Restart the island: it loads the weights from the server.",
                 )
             # Other ranks of the island hold the same box, and one of them sends it.
             if held.region.sends:
