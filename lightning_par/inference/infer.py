@@ -159,9 +159,9 @@ def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
     )
     if stacked:
         why = (
-            f"{', '.join(stacked)} computes query, key and value in one Linear, and chunk(3) "
-            "needs its whole output. Use one Linear for each of the three, and write reshape(b, "
-            "t, -1) after the attention, so that the heads can stay sharded."
+            f"{', '.join(stacked)} computes query, key and value in one Linear, and chunk or "
+            "split needs its whole output. Use one Linear for each of the three, and write "
+            "reshape(b, t, -1) after the attention, so that the heads can stay sharded."
         )
     return (
         f"{plan.as_code()}\nThe outputs of {', '.join(gathered)} are gathered, since the code "
