@@ -59,7 +59,7 @@ def test_inspect_names_every_damaged_file(tmp_path: Path, monkeypatch: Any, caps
     status, out, _ = command(monkeypatch, capsys, "inspect", path)
     assert status == 1
     assert "damaged: 2 of" in out
-    assert all(f"{file.name} has" in out for file in broken)
+    assert all(f"{file.name} is damaged: it has" in out for file in broken)
     assert command(monkeypatch, capsys, "inspect", path, "--no-verify")[0] == 0
     (path / "manifest.json").unlink()
     status, _, err = command(monkeypatch, capsys, "inspect", path)
@@ -112,7 +112,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: Any, ca
     assert command(monkeypatch, capsys, *start, tmp_path / "x.ckpt", "--trust")[0] == 0
     (path / "weights-00000-of-00002.safetensors").write_bytes(b"")
     status, _, err = command(monkeypatch, capsys, *start, tmp_path / "x.safetensors")
-    assert (status, "weights-00000-of-00002.safetensors has 0 bytes" in err) == (1, True)
+    assert (status, "weights-00000-of-00002.safetensors is damaged: it has 0 bytes" in err) == (
+        1,
+        True,
+    )
 
 
 def test_export_holds_one_tensor_at_a_time(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lightning_par.errors import ConfigurationError
         ({"every": 12, "fragments": 4, "overlap": 3}, "Use overlap=2 or less."),
         ({"every": 2, "fragments": 3}, "Use fragments=2 or less."),
         ({"island": 1}, "island= and islands= must be passed together"),
-        ({"island": 2, "islands": 2}, "island=2 is not a number"),
+        ({"island": 2, "islands": 2}, "island= a number from 0 to islands - 1"),
     ],
 )
 def test_impossible_value_is_refused(fields: dict[str, Any], text: str) -> None:
