@@ -274,7 +274,7 @@ STEPS: dict[str, dict[str, str]] = {
     },
     "LP406": {
         "join the inputs of both calls": "cures::two_forwards_in_a_step",
-        "catch Exception": "cures::a_bare_except_around_the_model",
+        "write `except Exception:`": "cures::a_bare_except_around_the_model",
         "use_reentrant=False": "cures::blocks_in_a_reentrant_checkpoint",
         "block(x)": "cures::blocks_whose_forward_is_called_by_name",
         "a backward hook inside of the block": "cures::backward_hooks_of_blocks",
