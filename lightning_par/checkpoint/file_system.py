@@ -75,9 +75,10 @@ class UrlPath:
         return self.url.startswith(("http://", "https://"))
 
     def exists(self) -> bool:
-        """Return whether there is such a file or folder."""
-        with self._asked():
+        """Return whether there is such a file or folder that this process may read."""
+        with self._asked(), contextlib.suppress(PermissionError):
             return bool(self.files.exists(self.key))
+        return False
 
     def is_dir(self) -> bool:
         """Return whether it is a folder: names that begin with it, in an object store."""
@@ -128,7 +129,9 @@ class UrlPath:
         """Remove a file, or a folder with all that is in it, if it is there."""
         # First what makes it complete: it must not name a save of which files are missing.
         for key in (f"{self.key}/{CURRENT}", self.key):
-            with self._asked(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # Who may not list keys is refused one that is not there.
+            hidden = () if key == self.key else (PermissionError,)
+            with self._asked(), contextlib.suppress(FileNotFoundError, NotADirectoryError, *hidden):
                 self.files.rm(key, recursive=True)
 
     def remove_saves(self) -> None:
@@ -204,6 +207,9 @@ def current_of(path: Place) -> Place:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except OSError as error:
+        # Of a key that is not there, a store says so only to those who may list its keys.
+        if isinstance(path, UrlPath) and isinstance(error, PermissionError):
+            return path
         raise CheckpointError(
             "LP501",
             f"{path} cannot be reached ({error}). Check the path, and that this process may read "

@@ -50,6 +50,7 @@ _FAMILY_PLANS: Mapping[str, Mapping[str, str]] = {
     "roberta": _BERT,
 }
 """`config.model_type` -> pattern -> style."""
+_TWO_PARTS = ("intermediate", "output")
 _LATENT = re.compile("(q|kv)_a_(proj|layernorm)(_with_mqa)?")
 """Names of what makes the latents of queries, keys and values, which the heads of a rank use."""
 
@@ -93,6 +94,10 @@ class InBlockStyles:
         modules = _named_modules(model, blocks)
         self._containers(modules)
         self._owners(modules, len(blocks.split(".")) + 2)
+        for part in [*self.unknown]:  # the MLP of a BERT, which is two parts of a block
+            block, _, name = part.rpartition(".")
+            if name in _TWO_PARTS:
+                self.unknown |= {f"{block}.{other}" for other in _TWO_PARTS}
         for known in (self.tensor, self.divided, self.counts):
             for fqn in [name for name in known if self.is_unknown(name)]:
                 del known[fqn]
@@ -162,8 +167,8 @@ class InBlockStyles:
                 takes = len(inspect.signature(module.forward).parameters)
                 is_known = takes == 3 and isinstance(getattr(module, "num_experts", None), int)
             elif given == "local_params":
-                own = [name for name, _ in module.named_parameters(recurse=False)]
-                is_known = all(self._style_of(f"{fqn}.{name}") == "colwise" for name in own)
+                own = {self._style_of(f"{fqn}.{name}") for name in _own_names(module)}
+                is_known = own <= {"colwise"}
             return _OURS.get(given) if is_known else None
         # Before the rules for the rest: a factor is inside of what is gathered.
         adapted = self._adapter_style(fqn)
@@ -220,12 +225,16 @@ def _named_modules(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
     """
     container = model.get_submodule(blocks)
     kinds = {
-        # Alike by names and classes, at any depth.
-        tuple((name, type(module)) for name, module in block.named_modules())
+        # Alike by names, classes and parameters, at any depth.
+        tuple((name, type(module), *_own_names(module)) for name, module in block.named_modules())
         for block in container.children()
     }
     named = {f"{blocks}.{name}": module for name, module in container.named_modules() if name}
     return named if len(kinds) > 1 else {_pattern(name): m for name, m in named.items()}
+
+
+def _own_names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 def _pattern(fqn: str) -> str:

@@ -353,6 +353,7 @@ class _Shape(StageStub):
 
     def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
         super().__init__()
+        self.training = module.training
         params = module.parameters()
         # Given to deepcopy as copied already, and on meta: the copy of the module takes no memory,
         # and has no tensor to move, which the fake ones of a rehearsal refuse.
@@ -473,6 +474,7 @@ def earlier_block(
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
     nn.Module.__init__(stub)
+    stub.training = block.training
     stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
     stub.__dict__["_shape"] = _Shape(block, fqn)
     stub.__dict__["_replay"] = add_stand_ins(stub, block, captured, StageStub)

@@ -78,7 +78,9 @@ class CheckpointLoad:
             CheckpointError: It is missing, damaged (on every rank, with every damaged file) or
                 needs to be trusted.
         """
-        path, place = Path(filepath), place_of(filepath)
+        path = Path(filepath)
+        # A plugin may have URLs of its own.
+        place = place_of(filepath) if type(checkpoint_io) is TorchCheckpointIO else path
         self.restores_optimizer, self._own = True, None
         self._processes.check_path(str(filepath))
         if is_checkpoint(place):

@@ -128,7 +128,7 @@ class CheckpointSave:
 
     def _problems_of(self, place: Place) -> list[str]:
         """Return why the ranks cannot save together there, if so."""
-        if not isinstance(place, UrlPath) or self._processes.sizes.world_size == 1:
+        if not isinstance(place, UrlPath) or self._processes.world_size == 1:
             return []
         if place.is_of_one_process:
             return [
@@ -237,8 +237,9 @@ class CheckpointSave:
         checkpoint = self._gather_averages(model, checkpoint)
         # From rank 0: names with a time or a metric in them may differ between ranks.
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
-        place = place_of(path, storage_options)
-        is_url = isinstance(place, UrlPath)
+        in_parts, is_url = _writes_plainly(checkpoint_io), "://" in path
+        # A plugin may have URLs of its own.
+        place = place_of(path, storage_options) if in_parts else Path(path)
         if storage_options is not None and not is_url and self._form == "folder":
             raise ConfigurationError(
                 "LP511",
@@ -246,7 +247,6 @@ class CheckpointSave:
                 "since storage_options are for URLs, such as s3://..., and this is a path. Leave "
                 "them out.",
             )
-        in_parts = _writes_plainly(checkpoint_io)
         if in_parts:
             raise_problems(ConfigurationError, "LP511", self._problems_of(place))
             in_parts = not as_file if is_url else storage_options is None
@@ -404,9 +404,8 @@ class CheckpointSave:
         if self._processes.rank == 0:
             try:
                 checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
-                place = place_of(path, storage_options)
-                if isinstance(place, UrlPath):
-                    place.remove_saves()
+                if "://" in str(path) and _writes_plainly(checkpoint_io):
+                    self._remove_saves(place_of(path, storage_options))
             except Exception as error:
                 if self._processes.world_size == 1:
                     raise
@@ -415,6 +414,14 @@ class CheckpointSave:
         problem = self._processes.broadcast(problem)
         if problem is not None:
             raise CheckpointError("LP508", problem)
+
+    def _remove_saves(self, place: Place) -> None:
+        """Remove what is below a URL of which a file has taken the place."""
+        try:
+            if isinstance(place, UrlPath):
+                place.remove_saves()
+        except OSError as error:  # the file is there, and only room is lost
+            _log.warning("An earlier save to %s could not be removed: %s", place, error)
 
     def remove(self, filepath: Any, checkpoint_io: CheckpointIO) -> None:
         """Remove a checkpoint; rank 0 does it."""

@@ -1,5 +1,6 @@
 """Functions of torch on plain tensors and DTensors, of any meshes, at once."""
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -119,12 +120,28 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0
 
 
+_ALIASES = dict[int, list["weakref.ref[DTensor]"]]()
+"""Id of a DTensor -> what was read as its `data`, and shares its memory."""
+
+
 def _get_data(tensor: DTensor) -> Any:
-    return _TENSOR.data.__get__(tensor)
+    found = _TENSOR.data.__get__(tensor)
+    if isinstance(found, DTensor):
+        living = [alias for alias in _ALIASES.get(id(tensor), ()) if alias() is not None]
+        _ALIASES[id(tensor)] = [*living, weakref.ref(found)]
+    return found
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
-    """Copy the values: a DTensor would keep its shard, and nothing would change."""
+    """Copy the values: a DTensor would keep its shard, and nothing would change.
+
+    What was read as `data` before keeps the values of then, as where the memory is exchanged.
+    """
+    for alias in _ALIASES.pop(id(tensor), ()):
+        if (kept := alias()) is not None and kept is not value:
+            with torch.no_grad():  # without a graph it gives its own shard, and no view of it
+                local = kept.to_local()
+            local.data = local.clone()
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         SET_DATA(tensor, value)
     elif isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:

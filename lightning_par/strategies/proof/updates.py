@@ -124,9 +124,11 @@ def restore(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
             optimizer.load_state_dict(copy.deepcopy(dict(state)))
             # In a closure LBFGS holds its state already, and goes on with that dict.
             for parameter, held in before.items():
-                held.clear()
-                held.update(optimizer.state[parameter])
-                optimizer.state[parameter] = held
+                loaded = optimizer.state[parameter]
+                if loaded is not held:
+                    held.clear()
+                    held.update(loaded)
+                    optimizer.state[parameter] = held
     except Exception:  # of an optimizer that loads in a way of its own
         return False
     return True

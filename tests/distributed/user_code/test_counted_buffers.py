@@ -69,7 +69,7 @@ def a_buffer_that_counts_the_samples_proved() -> Any:
     equal="tp2 pp2_one_microbatch",
     refused={
         "zero1": r"(?s)the buffer counting\.mean from its samples.*total \+= x.*local_statistics",
-        "pp2": r"(?s)the buffer counting\.mean .*each micro-batch.*or use num_microbatches=1",
+        "pp2": r"(?s)the buffer counting\.mean .*each micro-batch.*Or use num_microbatches=1",
     },
     strategy={"verify": False},
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import StepLR
 
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -77,6 +78,27 @@ def sharpness_by_an_optimizer_that_sets_data() -> Any:
             return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
 
     return Module(), token_pairs()
+
+
+class Average(Callback):
+    """Swaps an average of the weights in for a moment, by their `data`."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        kept = {}
+        for name, p in pl_module.named_parameters():
+            self.shadow[name] = self.shadow.get(name, p.data.clone()) * 0.9 + p.data * 0.1
+            kept[name] = p.data
+            p.data = self.shadow[name].clone()
+        for name, p in pl_module.named_parameters():
+            p.data = kept[name]
+
+
+@CASES.add(equal="tp2 pp2", large="zero3 tp2pp2", trainer=lambda: {"callbacks": [Average()]})
+def an_average_that_is_swapped_in_by_data() -> Any:
+    return PlainModule(), token_pairs()
 
 
 @CASES.add(equal=_EVERYWHERE, large="tp2pp2")

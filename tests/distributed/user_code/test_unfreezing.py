@@ -2,6 +2,7 @@
 modules whose mode it changes.
 """
 
+import warnings
 from typing import Any
 
 import pytest
@@ -202,6 +203,15 @@ def a_net_in_evaluation_around_its_call() -> Any:
             return loss
 
     return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2pp2 pp2_interleaved")
+def a_net_in_evaluation_from_the_start() -> Any:
+    """As `from_pretrained` leaves it; `fit` does not change modes."""
+    warnings.filterwarnings("ignore", ".* in eval mode at the start of training")
+    module = Moody()
+    module.net.eval()
+    return module, token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

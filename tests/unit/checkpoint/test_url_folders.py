@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_par import AutoParallelStrategy
 from lightning_par.checkpoint import tensor_files
 from lightning_par.checkpoint.file_system import CURRENT, place_of, UrlPath
 from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
 from lightning_par.checkpoint.storage import remove_path
 from lightning_par.errors import CheckpointError
 from tests.support.checkpoints import expected, find_problems, holds, save_alone, write_folder
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
 from tests.support.url_stores import DiskStore, StoreOptions
 
 
@@ -179,3 +184,66 @@ def test_address_of_a_page_is_that_of_a_file_of_lightning() -> None:
     assert isinstance(page, UrlPath)
     assert not is_checkpoint(page)  # nothing is asked: another address would be refused
     assert not page.is_dir()
+
+
+def test_a_file_of_who_may_read_but_not_list_is_not_asked_for_more(
+    url: UrlPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a store answers "forbidden" where a key is not there."""
+    Path(url.key).parent.mkdir(parents=True)
+    Path(url.key).write_bytes(b"of Lightning")
+    for name in ("cat_file", "info", "rm", "exists"):
+        plain = getattr(DiskStore, name)
+
+        def refuse(self: Any, path: Any, *args: Any, plain: Any = plain, **options: Any) -> Any:
+            if not Path(self._strip_protocol(path)).exists():
+                raise PermissionError(path)
+            return plain(self, path, *args, **options)
+
+        monkeypatch.setattr(DiskStore, name, refuse)
+    assert not is_checkpoint(url)
+    remove_path(url)
+    assert not Path(url.key).exists()
+
+
+class Silent(ToyModule):
+    """Has no validation."""
+
+    validation_step = None
+
+
+def test_auto_parallel_takes_a_url_on_one_device(url: UrlPath) -> None:
+    """Before it has chosen any sizes."""
+    saved = ModelCheckpoint(str(url).rpartition("/")[0], "a")
+    quiet_trainer(
+        devices=1,
+        strategy=AutoParallelStrategy(),
+        max_steps=1,
+        callbacks=[saved],
+        enable_checkpointing=True,
+    ).fit(Silent(), loader(ToyData(8), 4))
+    assert url.exists()
+
+
+def test_a_plugin_may_have_urls_of_its_own() -> None:
+    held: dict[str, Any] = {}
+
+    class Own(CheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            held[str(path)] = checkpoint
+
+        def load_checkpoint(self, path: Any, map_location: Any = None, **_: Any) -> Any:
+            return held[str(path)]
+
+        def remove_checkpoint(self, path: Any) -> None:
+            held.pop(str(path))
+
+    def trainer(steps: int) -> Any:
+        return quiet_trainer(devices=1, strategy="hybrid3d", max_steps=steps, plugins=[Own()])
+
+    first = trainer(1)
+    first.fit(Silent(), loader(ToyData(4), 4))
+    first.save_checkpoint("own://a/x.ckpt")
+    second = trainer(2)
+    second.fit(Silent(), loader(ToyData(4), 4), ckpt_path="own://a/x.ckpt")
+    assert second.global_step == 2

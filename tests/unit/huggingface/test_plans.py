@@ -129,6 +129,17 @@ def test_a_part_that_is_not_understood_is_gathered_layer_by_layer(
     check_plan(model, plan, ParallelSizes(tensor=2, pipeline=2))
 
 
+def test_a_pair_of_layers_in_two_parts_of_a_block_is_not_torn() -> None:
+    """As an adapter on one of the two layers of an MLP does."""
+    model = FAMILIES["bert"]()
+    for layer in model.bert.encoder.layer:
+        layer.output.scale = nn.Linear(2, 2)
+    styles = derive_plan(model).tensor
+    assert styles["bert.encoder.layer.0.intermediate.dense"] == "colwise_gather_output"
+    assert styles["bert.encoder.layer.0.output.dense"] == "colwise_gather_output"
+    assert styles["bert.encoder.layer.*.attention.self.query"] == "colwise"
+
+
 def divided(model: nn.Module) -> str:
     with pytest.raises(PlanError) as caught:
         check_context(model, derive_plan(model), 2)
