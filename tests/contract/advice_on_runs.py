@@ -196,7 +196,7 @@ RUNS: dict[str, dict[str, str]] = {
         "a new module and ckpt_path": (
             "distributed/test_module_after_run.py::test_new_module_goes_on_from_a_checkpoint"
         ),
-        "rehearse in a process of its own": (
+        "run a rehearsal in its own process": (
             "unit/verification/test_rehearse.py::test_nothing_is_left_behind"
         ),
     },

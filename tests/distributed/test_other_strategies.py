@@ -191,7 +191,7 @@ class StepsByNorm(PlainModule):
     ("kind", "differing", "cause"),
     [
         (ClipsShards, "handed", "clipping by the norm of a shard"),
-        (StepsByNorm, "weight", "an optimizer or a hook that computes a norm or a sum"),
+        (StepsByNorm, "weight", "an optimizer or a hook that uses the number of ranks, or that"),
     ],
 )
 def test_what_looks_at_a_shard_is_told(

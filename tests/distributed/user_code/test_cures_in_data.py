@@ -233,7 +233,7 @@ def samples_left_out_of_the_data_set(cured: bool) -> Any:
     return LeavesOut(), [pair for pair in pairs if not cured or pair[0][0] > 0]
 
 
-@CURES.add("LP406", r"To skip a batch, remove it in the data set or collate_fn")
+@CURES.add("LP406", r"to skip a batch, remove it in the data set or collate_fn")
 def batches_left_out_in_the_collate_function(cured: bool) -> Any:
     pairs = [(1 + x % 60, y) for x, y in token_pairs(64)]
     pairs[8][0][0] = 0

@@ -154,5 +154,5 @@ def test_what_is_of_one_replica_is_named(is_manual: bool) -> None:
     assert "training_step()['rows']" in own
     assert "'other'" not in own
     assert ("'loss'" in own) == ("'power'" in own) == is_manual
-    assert any("['power'], and whether" in text for text in told) == (not is_manual)
+    assert any("['power']. It is not known whether" in text for text in told) == (not is_manual)
     assert not [text for text in others if "samples of this replica" in text]
