@@ -250,7 +250,8 @@ def _marked_parameters(live: LiveBytes) -> Iterator[None]:
                 continue  # FSDP gathers into the same tensor again
             seen[id(parameter)] = parameter
             live.mark(parameter, PARAMETERS)
-            if parameter.requires_grad and parameter.is_leaf:  # else a tensor that stands for one
+            # Not of a whole tensor that stands for one: it says that it is a leaf, and is none.
+            if parameter.requires_grad and isinstance(parameter, nn.Parameter):
                 handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def mark(parameter: torch.Tensor) -> None:

@@ -60,9 +60,11 @@ def as_parameter(value: Tensor, *shards: Tensor) -> Tensor:
     """Let a whole tensor tell and set `requires_grad` of a parameter; see Note [Flags of wholes].
 
     Args:
-        value: A plain tensor; changed in place.
+        value: A tensor; changed in place if it is a plain one.
         shards: What the module and the optimizer hold of the parameter.
     """
+    if type(value) is not Tensor:  # a fake one, in a rehearsal, whose class answers for it
+        return value
     value.__class__ = _AsParameter
     value.shards = shards  # type: ignore[attr-defined]
     return value
