@@ -1,5 +1,5 @@
 """What a step does after the blocks of a pipeline, and is seen on other ranks: what it writes, and
-the modes in which it leaves modules.
+the modes and flags in which it leaves modules and parameters.
 
 Only the last stage gets to the code of a step behind the model call. From the end of the last block
 on, the last stage of the first replica stands in the place of rank 0: Lightning tells the step that
@@ -9,12 +9,15 @@ rank 0, which has the logger.
 Note [Modes of a step]: `eval()` and `train()` after the model are called on the last stage only. So
 every micro-batch begins with the modes that the batch began with, and in the end all stages have
 those of the last one. There a stub stands for a block of another stage: its mode is that of all
-modules in the block, unless the block has it anyway.
+modules in the block, unless the block has it anyway. The same holds for `requires_grad` of
+parameters: where the step has set it, all stages have what the last one saw last. It counts from
+the backward on, as in one process, where autograd adds no gradient to a parameter that was frozen
+after the forward.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,10 +40,13 @@ NO_RANK = 1 << 30
 
 
 class _Modes(NamedTuple):
-    """What the last stage tells: which modules are in evaluation, and which are stubs there."""
+    """What the last stage tells: which modules are in evaluation, which are stubs there, and the
+    `requires_grad` that the step has set.
+    """
 
     off: list[str]
     stubs: list[str]
+    flags: dict[str, bool]
 
 
 class _ModesOfStages:
@@ -50,6 +56,7 @@ class _ModesOfStages:
         self._module, self._stages = module, stages
         self._views: list[dict[str, nn.Module]] = []  # of each stage, by FQN
         self._before: list[tuple[nn.Module, bool]] = []
+        self._flags: dict[str, bool] = {}
 
     def begin(self) -> None:
         """Note the modes before a step."""
@@ -58,6 +65,9 @@ class _ModesOfStages:
                 with stage.hold(MicroBatchState()):
                     self._views.append(dict(self._module.named_modules()))
         self._before = [(part, part.training) for view in self._views for part in view.values()]
+        self._flags = {name: p.requires_grad for name, p in _parameters(self._views[-1:])}
+        for stage in self._stages:
+            stage.flags.clear()
 
     def restore(self) -> None:
         """Let a micro-batch begin with these."""
@@ -71,7 +81,10 @@ class _ModesOfStages:
             return None
         named = self._views[-1].items()
         stubs = [name for name, part in named if isinstance(part, StageStub)]
-        return _Modes([name for name, part in named if not part.training], stubs)
+        flags = {name: p.requires_grad for name, p in _parameters(self._views[-1:])}
+        changed = {name: flag for name, flag in flags.items() if self._flags.get(name) != flag}
+        off = [name for name, part in named if not part.training]
+        return _Modes(off, stubs, {**changed, **self._stages[-1].flags})
 
     def take(self, modes: _Modes | None) -> None:
         """Have the modes of the last stage.
@@ -89,6 +102,19 @@ class _ModesOfStages:
                         part.train(name not in off)
                     else:
                         part.training = name not in off
+        for name, parameter in _parameters(self._views) if modes.flags else ():
+            flag = modes.flags.get(name, parameter.requires_grad)
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+
+def _parameters(views: Sequence[Mapping[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give the parameters that modules hold, by FQN."""
+    for view in views:
+        for prefix, part in view.items():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    yield f"{prefix}.{name}".removeprefix("."), parameter
 
 
 class StepWrites:

@@ -2,7 +2,7 @@
 
 import inspect
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import lightning
 import torch
 from torch import nn, Tensor
 
+from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.errors import PlanError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import asks_for_changes, make_subclass, plain_functions
@@ -49,13 +50,13 @@ _TELLS = frozenset(
         Tensor.is_floating_point,
         Tensor.__hash__,
         *(Tensor.data_ptr, Tensor.is_inference, asks_for_changes),
-        # To freeze it: the stage that holds it does that, too.
-        *(Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__),  # noqa: B009
         torch.is_floating_point,
         torch.numel,
     }
 )
-"""What may be asked of a parameter that is not here, and set."""
+"""What may be asked of a parameter that is not here."""
+# To freeze it. The stage that holds it does that, too, or hears of it after the step.
+_FREEZES = (Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__)  # noqa: B009
 _KEEPS = frozenset(
     {
         *(Tensor.detach, Tensor.clone, Tensor.copy_),
@@ -109,10 +110,18 @@ class Refusals:
     Attributes:
         waits: Whether a read is only written down, for all stages to raise together.
         text: The first refusal; empty: none.
+        stages: Those of this rank, in whose steps flags that are set are noted.
     """
 
     waits: bool
     text: str = ""
+    stages: Sequence[Stage] = ()
+
+    def note_flag(self, fqn: str, flag: bool = True, /) -> None:
+        """Note that a step sets `requires_grad`."""
+        for stage in self.stages:
+            if stage.current is not None:
+                stage.flags[fqn] = flag
 
 
 class AbsentParameter(Tensor):
@@ -131,7 +140,9 @@ class AbsentParameter(Tensor):
     ) -> Any:
         """Refuse a function that needs a value; if stages have to agree, any value stands in."""
         kwargs = kwargs or {}
-        if func in _TELLS:
+        if func in _FREEZES:
+            args[0].refusals.note_flag(args[0].fqn, *args[1:], *kwargs.values())
+        if func in _TELLS or func in _FREEZES:
             with plain_functions():
                 return func(*args, **kwargs)
         if func in _KEEPS and all(isinstance(value, cls) for value in args):

@@ -146,7 +146,7 @@ class ParameterReads:
         self.active, self._depth, self._in_step = False, 0, False
         self._sharding = sharding
         self.wholes = WholeParameters(device, sharding.wait_for_gradients)
-        self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
+        self._refusals = Refusals(waits=mesh.sizes.pipeline > 1, stages=stages)
         self._handed: dict[int, _Handed] = {}
         self._steps, self._compares = 0, True
         self._view: HookView | None = None

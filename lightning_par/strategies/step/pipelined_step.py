@@ -577,7 +577,7 @@ def put_gradients(
         scale_together((local_part(grad) for grad in computed if grad is not None), factor)
     for index, parameter in enumerate(parameters):
         grad, computed[index] = computed[index], None
-        if grad is None:
+        if grad is None or not parameter.requires_grad:  # the step froze it behind the model
             continue
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 

@@ -168,6 +168,23 @@ def a_head_that_a_step_freezes_for_good() -> Any:
     return FrozenFromThen(), token_pairs()
 
 
+class FrozenBehind(PlainModule):
+    """Freezes its embedding behind the call of the model for two steps, and a norm for good."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net.emb.requires_grad_(self.global_step not in (1, 2))
+        if self.global_step == 1:
+            for parameter in self.net.norm.parameters():
+                parameter.requires_grad = False
+        return loss
+
+
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2 pp2_interleaved zero1pp2")
+def an_embedding_that_a_step_freezes_behind_the_model() -> Any:
+    return FrozenBehind(), token_pairs()
+
+
 def _scale(block: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * (1.2 if block.training else 1.0)
 
