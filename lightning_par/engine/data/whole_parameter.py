@@ -12,6 +12,7 @@ the parameter afterwards.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,17 +56,36 @@ class _AsParameter(Tensor):
         self.requires_grad = requires_grad
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied().__reduce_ex__(protocol)
+
+    def _copied(self) -> nn.Parameter:
+        """Return a plain parameter: shards and this class have no place in copies and files."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+
+@cache
+def _class_like(kind: type[Tensor]) -> type[Tensor]:
+    """Return a class that answers as a parameter, else as `kind`: that of fakes in a rehearsal."""
+    if kind is Tensor:
+        return _AsParameter
+    own = {"__torch_function__": kind.__torch_function__}
+    return type(f"_{kind.__name__}AsParameter", (_AsParameter, kind), own)
+
 
 def as_parameter(value: Tensor, *shards: Tensor) -> Tensor:
     """Let a whole tensor tell and set `requires_grad` of a parameter; see Note [Flags of wholes].
 
     Args:
-        value: A tensor; changed in place if it is a plain one.
+        value: Not a parameter; changed in place.
         shards: What the module and the optimizer hold of the parameter.
     """
-    if type(value) is not Tensor:  # a fake one, in a rehearsal, whose class answers for it
-        return value
-    value.__class__ = _AsParameter
+    value.__class__ = _class_like(type(value))
     value.shards = shards  # type: ignore[attr-defined]
     return value
 
