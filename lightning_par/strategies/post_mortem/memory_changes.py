@@ -1,7 +1,7 @@
 """What the memory model says of the step in which a rank ran out of memory, and what would fit."""
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +9,13 @@ import torch
 
 from lightning_par.engine.batch import find_batch_dims
 from lightning_par.engine.tensor_tree import map_tensors, tensors_of
+from lightning_par.errors import ConfigurationError
 from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.memory import logit_bytes, predict_memory
+from lightning_par.planner.model_shape import find_shape
 from lightning_par.planner.profiles import implementation
 from lightning_par.planner.search import Planner
-from lightning_par.planner.shapes import Layout, Recompute
+from lightning_par.planner.shapes import Layout, Recompute, TransformerShape
 from lightning_par.profiling.post_mortem import Change
 from lightning_par.strategies.auto.machine import find_profile
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -183,12 +185,7 @@ def forecast_step(
     profile = find_profile(None, device, int(trainer.num_devices))
     code = implementation(str(trainer.precision), profile)
     planner = Planner(
-        shape=shape_of(
-            module,
-            length,
-            plan=lambda: model.resolved.plan,
-            example=example,
-        ),
+        shape=_shape(model, length, example),
         device=profile,
         code=code,
     )
@@ -204,3 +201,25 @@ def forecast_step(
     has_logits = layout.owners[-1] == stage
     logits = logit_bytes(planner.shape, layout, code) if has_logits else 0.0
     return Forecast(planner=planner, layout=layout, stage=stage, logits=logits)
+
+
+def _shape(
+    model: ParallelModel, length: int | None, example: Callable[[], Any]
+) -> TransformerShape:
+    """Return the shape of a model; only a process that is alone traces a step for it.
+
+    The forward of several ranks gathers weights: in a fork of one it would wait for the others.
+    """
+    module, sizes = model.module, model.mesh.sizes
+    if sizes.world_size == 1:
+        return shape_of(module, length, plan=lambda: model.resolved.plan, example=example)
+    trained = all(parameter.requires_grad for parameter in module.parameters())
+    if length is None or sizes.pipeline > 1 or not trained:
+        raise ConfigurationError(
+            "LP907",
+            f"the step of {type(module).__name__} would have to be traced, which one of several "
+            "ranks cannot do alone. Without a trace only a model of tokens is forecast that has a "
+            "`config`, trains all its weights and is not divided by a pipeline. `lightning-par "
+            "rehearse --config FILE` predicts the memory of the others before the run",
+        )
+    return find_shape(module, length)

@@ -324,6 +324,8 @@ class MeshProcesses:
         # Another rank is gone: whoever asks the store from now on might wait for ever.
         if not raised_here:
             self.interruption.tear()
+        if self._watch is not None:
+            self._watch.tell(error)
         if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
             clearer = explain_copy(error, self.copy)
         clearer = clearer or self._memory.explain(error, self.interruption.module, self.activity)
@@ -430,9 +432,7 @@ class MeshProcesses:
         spare_forks()
         environment, timeout = self._environment, self._options.timeout
         assert environment is not None
-        store: Any = None
-        if self._num_nodes > 1:
-            store = self._meet_hosts()
+        store: Any = self._meet_hosts() if self._num_nodes > 1 else None
         self._variables += self._name_interface()
         if self._num_nodes == 1:
             # One device gets a group as well, since DTensor and FSDP2 ask for one.

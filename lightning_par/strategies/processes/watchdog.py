@@ -169,6 +169,20 @@ class RankWatch:
             self._server.close()
         self._file.close()
 
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception of this one, which takes no time.
+
+        From then on neither they nor the thread of this rank end it, whatever it explains.
+        """
+        fault = _fault_of(error)
+        said = f"{type(fault).__name__}: {fault}".partition("\n")[0]
+        if _has_lost_worker(fault):
+            said = f"{said}: {_LOST_WORKER}"
+        status = RankStatus.CUT_OFF if is_communication_error(error) else RankStatus.FAILED
+        # The thread says where this rank waits, and must not overwrite its failure.
+        with self._speaking:
+            self._file.say(status, said)
+
     def explain(self, error: BaseException) -> None:
         """Tell the other ranks of an exception of this one, and the user of its cause.
 
@@ -176,19 +190,11 @@ class RankWatch:
         3 s for the others; those that neither failed nor ended by then are killed. It
         waits as long for the end of one that raised; see Note [One traceback].
         """
-        cut_off = is_communication_error(error)
-        status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
-        # What ends a process without a word may have a cause.
-        fault = error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
-        said = f"{type(fault).__name__}: {fault}".partition("\n")[0]
-        if _has_lost_worker(fault):
+        self.tell(error)
+        if _has_lost_worker(_fault_of(error)):
             error.add_note(_LOST_WORKER)
-            said = f"{said}: {_LOST_WORKER}"
-        # The thread says where this rank waits, and must not overwrite its failure.
-        with self._speaking:
-            self._file.say(status, said)
         # This rank is itself the cause: the others are told, and it ends at once.
-        if not cut_off:
+        if not is_communication_error(error):
             if not isinstance(error, LightningParError) and self.sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
             return
@@ -434,6 +440,11 @@ def _look_for(seconds: float, is_over: Callable[[], bool]) -> None:
 def _few(texts: Sequence[str]) -> str:
     more = [f"{len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
     return "; ".join([*texts[:_NAMED], *more])
+
+
+def _fault_of(error: BaseException) -> BaseException:
+    """Return what an exception is about: what ends a process without a word may have a cause."""
+    return error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
 
 
 def _has_lost_worker(error: BaseException) -> bool:

@@ -6,8 +6,11 @@ The change is taken from the message and applied, and the same limit then holds 
 
 import re
 import resource
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -20,9 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import ActivationCheckpointing
 from lightning_par.commands.why import why
-from lightning_par.errors import OutOfMemoryError
+from lightning_par.errors import ConfigurationError, OutOfMemoryError
 from lightning_par.models import GPTModule, TextDataModule
+from lightning_par.planner import block_trace
 from lightning_par.profiling.post_mortem import PostMortem, read_post_mortems
+from lightning_par.strategies.post_mortem import memory_death
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import RankError, run_ranks
 
@@ -197,6 +202,68 @@ def test_a_step_is_traced_where_no_configuration_tells_the_sizes(tmp_path: Path)
     assert change
     assert found.fits
     assert run_ranks(run_wide, 1, folder, int(change[1]), int(change[2]), fresh=True) == [""]
+
+
+class Frozen(GPTModule):
+    """Not all of its weights are trained, which no configuration tells."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        next(self.parameters()).requires_grad_(False)
+
+
+class LimitOfOne(Limit):
+    """Limits rank 1 alone."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank:
+            super().on_train_start()
+
+
+def explained_late(*_: Any) -> None:
+    time.sleep(8)
+    raise ConfigurationError("LP907", "nothing is forecast here")
+
+
+def run_frozen(rank: int, world: int, folder: str, late: bool) -> str:
+    """Train on ranks whose memory is short, or that of rank 1, which then explains it late."""
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=3),
+        max_steps=2,
+        limit_val_batches=0,
+        logger=CSVLogger(folder, version=0),
+        callbacks=[(LimitOfOne if late else Limit)(ROOM["logits"])],
+    )
+    module = Frozen(preset="tiny", overrides=SIZES["logits"])
+    said = ""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(block_trace, "run_forked", side_effect=AssertionError))
+        if late:
+            stack.enter_context(patch.object(memory_death, "forecast_step", explained_late))
+        try:
+            trainer.fit(module, TextDataModule(length=512, batch_size=16))
+        except OutOfMemoryError as error:
+            said = str(error)
+    return said
+
+
+def test_one_of_several_ranks_traces_no_step_in_a_fork(tmp_path: Path) -> None:
+    texts = run_ranks(run_frozen, 2, str(tmp_path), False, timeout=100, fresh=True)
+    for rank, (said, found) in enumerate(zip(texts, read_post_mortems(tmp_path), strict=True)):
+        assert found.rank == rank
+        assert found.summary in said
+        assert "there is no forecast: the step of Frozen would have to be traced" in said
+
+
+def test_others_are_told_before_a_rank_explains_what_held_its_memory(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(run_frozen, 2, str(tmp_path), True, timeout=100, fresh=True)
+    found = read_post_mortems(tmp_path)[0]
+    assert found.rank == 0
+    # Not yet the explanation.
+    assert "rank 1 (dp_shard 1) raised RuntimeError: " in found.summary
+    assert "can't allocate memory" in found.summary
 
 
 class Raising(GPTModule):
