@@ -17,8 +17,8 @@ def why(run: PathName, *, steps: bool = False) -> None:
         steps: Print the memory held after each of the last steps as well.
 
     Raises:
-        ConfigurationError: No rank has left anything, or it cannot be read.
+        ConfigurationError: No rank has left anything, or none of it can be read.
     """
-    for found in read_post_mortems(Path(run)):
+    for found in read_post_mortems(Path(run), refuse=print):
         print(f"{found.name}, {found.when}: ", end="")
         print(*found.lines(), *(found.last_steps() if steps else ()), sep="\n")

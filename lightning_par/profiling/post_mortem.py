@@ -1,9 +1,10 @@
 """`post_mortem.rankN.json`: what a rank left in the folder of its run when it died."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from lightning_par.errors import ConfigurationError
@@ -108,18 +109,25 @@ def write_post_mortem(found: PostMortem, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _NAME.format(found.rank)
-    path.write_text(json.dumps({"format": _FORMAT, **asdict(found)}, indent=2) + "\n")
+    # A rank that is killed meanwhile leaves no half of it; each thread writes its own.
+    partial = path.with_name(f"{path.name}.{get_ident()}.partial")
+    try:
+        partial.write_text(json.dumps({"format": _FORMAT, **asdict(found)}, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
-def read_post_mortems(folder: Path) -> list[PostMortem]:
+def read_post_mortems(folder: Path, refuse: Callable[[str], object] = bool) -> list[PostMortem]:
     """Return what the ranks of a run have left, in the order of their ranks.
 
     Args:
         folder: Directory of the run, or one of its files.
+        refuse: Called with why a file cannot be read where others can.
 
     Raises:
-        ConfigurationError: There is nothing, or it cannot be read.
+        ConfigurationError: There is nothing, or none of it can be read.
     """
     paths = [folder] if folder.is_file() else sorted(folder.rglob(_NAME.format("*")))
     if not paths:
@@ -127,20 +135,37 @@ def read_post_mortems(folder: Path) -> list[PostMortem]:
             "LP809",
             f"no rank has left a post_mortem.rank*.json in {folder}. A rank writes this file when "
             "it runs out of memory or misses another one, into trainer.log_dir or, without a "
-            "logger, next to its checkpoints. Pass that folder; a run without both writes no file.",
+            "logger, next to its checkpoints. Pass that folder; a run without "
+            "both, or with URLs there, writes no file.",
         )
-    found = []
+    found, problems = list[PostMortem](), list[ConfigurationError]()
     for path in paths:
         try:
-            given: Any = json.loads(path.read_text())
-            wanted = {each.name for each in fields(PostMortem)}
-            values = {name: given[name] for name in wanted}
-            values["changes"] = [Change(**each) for each in values["changes"]]
-            found.append(PostMortem(**values))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                "LP809",
-                f"{path} cannot be read as what a rank has left: {type(error).__name__}: {error}. "
-                "Pass the folder of a run of this version.",
-            ) from error
+            found.append(_read(path))
+        except ConfigurationError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    for problem in problems:
+        refuse(problem.message)
     return sorted(found, key=lambda each: each.rank)
+
+
+def _read(path: Path) -> PostMortem:
+    try:
+        given: Any = json.loads(path.read_text())
+        if given["format"] != _FORMAT:
+            raise ValueError(f"its format is {given['format']}, not {_FORMAT}")
+        values = {each.name: given[each.name] for each in fields(PostMortem)}
+        values["rank"] = int(values["rank"])
+        values["changes"] = [Change(**each) for each in values["changes"]]
+        made = PostMortem(**values)
+        # What cannot be said was written by someone else.
+        _ = [*made.lines(), *made.last_steps()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            "LP809",
+            f"{path} cannot be read as what a rank has left: {type(error).__name__}: {error}. "
+            "Pass the folder of a run of this version.",
+        ) from error
+    return made

@@ -93,7 +93,8 @@ class MemoryWatch:
 
     def leave(self, found: PostMortem) -> bool:
         """Leave what is known of this rank in the folder of the run; tell whether that was done."""
-        if self.folder is None:
+        # As a path, a URL would name a folder here.
+        if self.folder is None or "://" in self.folder:
             return False
         try:
             write_post_mortem(found, Path(self.folder))
