@@ -98,7 +98,7 @@ class MemoryWatch:
             return False
         try:
             write_post_mortem(found, Path(self.folder))
-        except OSError as error:
+        except Exception as error:  # as without memory: whoever says why must still end
             _logger.warning("why this rank ended cannot be written: %s", error)
             return False
         return True

@@ -57,6 +57,8 @@ _GRACE = 2.0
 """Seconds in which a rank may end by itself once another one failed."""
 _KILL = 3.0
 """Seconds after which ranks that do not end are killed."""
+_WRITE = 1.0
+"""Seconds in which the reason may be written to the folder of the run."""
 _LEAVE = 30.0
 """Seconds, at least, in which a rank that handles an exception may save and clean up; the timeout
 of collectives where that is longer.
@@ -305,12 +307,12 @@ class RankWatch:
     def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""
         said = self._describe(self._find_causes(states))
-        self._keep(said)
         if not any(state.status is RankStatus.FAILED for state in states):
             _logger.critical("%s\nThis rank waited here:", said)
             faulthandler.dump_traceback(all_threads=True)
         elif self._speaks:  # see Note [One traceback]
             _logger.critical("%s", said)
+        self._keep(said)
         # Others of this node end in the same way, each with its own words.
         time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
@@ -319,7 +321,11 @@ class RankWatch:
     def _keep(self, said: str) -> None:
         rank, when = self._file.rank, time.strftime("%Y-%m-%d %H:%M:%S")
         name = self.sizes.describe(rank)
-        self._leave_behind(PostMortem(rank=rank, name=name, when=when, summary=said))
+        found = PostMortem(rank=rank, name=name, when=when, summary=said)
+        # Whoever must end this process does not wait for a file system that hangs.
+        writer = threading.Thread(target=self._leave_behind, args=(found,), daemon=True)
+        writer.start()
+        writer.join(_WRITE)
 
     def _name(self, state: RankState) -> str:
         return f"{self.sizes.describe(state.rank)}{self._host}"

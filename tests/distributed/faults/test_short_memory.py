@@ -28,6 +28,7 @@ from lightning_par.models import GPTModule, TextDataModule
 from lightning_par.planner import block_trace
 from lightning_par.profiling.post_mortem import PostMortem, read_post_mortems
 from lightning_par.strategies.post_mortem import memory_death
+from lightning_par.strategies.processes.watchdog import RankWatch
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import RankError, run_ranks
 
@@ -282,6 +283,28 @@ def fail(rank: int, world: int, folder: str) -> None:
         logger=CSVLogger(folder, version=0),
     )
     trainer.fit(Raising(preset="tiny"), TextDataModule(length=8, batch_size=4))
+
+
+def fail_on_a_slow_disk(rank: int, world: int, folder: str) -> None:
+    """Rank 1 raises and stays, so that the thread of rank 0 has to end it."""
+
+    def hang(*_: Any) -> None:
+        time.sleep(600)
+
+    stack = ExitStack()
+    if rank:
+        stack.enter_context(patch.object(RankWatch, "explain", hang))
+    else:
+        stack.enter_context(patch.object(memory_death, "write_post_mortem", hang))
+    with stack:
+        fail(rank, world, folder)
+
+
+def test_a_folder_that_hangs_keeps_no_rank_from_its_end(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="KeyError: 'of rank 1' in training_step") as told:
+        run_ranks(fail_on_a_slow_disk, 2, str(tmp_path), timeout=100, fresh=True)
+    assert "did not answer" not in str(told.value)
+    assert not list(tmp_path.rglob("post_mortem*"))
 
 
 def test_a_rank_that_missed_another_one_leaves_which_it_was(tmp_path: Path) -> None:
