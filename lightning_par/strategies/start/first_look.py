@@ -122,6 +122,8 @@ class FirstLook:
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
         self.looks, self._is_known, self.share = 0, True, Share()
         self._asked, self._hides_logs = 0, False  # after the first look; as of the weigher
+        self._stays: LossRule | None = None  # the rule in use, if a look is to change it only if
+        # it does not fit
         self.judge_logs = partial(judge_logs, weigher, mesh, decisions, self.tolerance)
         self.is_told, self._has_values = False, has_values
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
@@ -206,8 +208,11 @@ class FirstLook:
         **Communicates**: what the step does, and the results over stages and replicas.
         """
         self.looks += 1
+        stays = self._stays
         is_whole = dims.size is None and bool(self._layout.whole)
         rules = self.rules(batch, self._with_whole(batch, dims) if is_whole else dims)
+        if stays is not None and stays.name not in [rule.name for rule in rules]:
+            rules.insert(-1, stays)
         parts = [(batch, dims.size or 1)]
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
@@ -230,11 +235,11 @@ class FirstLook:
             count = 0 if dims.unsure else dims.size or 0
             found = self._agree(self._finding(rules, seen, parts, is_random, count))
             is_random = found.is_random
-            if is_whole and not found.seen and self._layout.labels is None:
+            if is_whole and not stays and not found.seen and self._layout.labels is None:
                 raise ConfigurationError("LP309", refusal_of_uncounted(self._layout))
             found = self._told_better(rules, found, (batch, parts[0][0]), dims, microbatches, run)
             self._decide(rules, found, batch, dims, microbatches, run)
-            if not is_random:
+            if not is_random and stays is None:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
                 self._warn_of_logs(told, parts, microbatches)
         elif divides:
@@ -268,6 +273,7 @@ class FirstLook:
         microbatches: int,
         run: RunParts,
         cut: Callable[[Any], tuple[Sequence[Any], Sequence[int]]],
+        may_stay: bool,
     ) -> None:
         """Look at a step whose loss has a new form, after its backward.
 
@@ -277,6 +283,8 @@ class FirstLook:
             microbatches: Into how many it is cut.
             run: Runs the step.
             cut: Gives the micro-batches, and their numbers of samples.
+            may_stay: Whether the rule in use stays if it fits this batch, or the batch tells
+                nothing of it, as one in which a replica has no label that counts.
 
         Raises:
             ConfigurationError: The loss of a batch is not made of the losses of its parts any more,
@@ -287,6 +295,8 @@ class FirstLook:
         weigher, parts = self._weigher, cut(batch)
         before, weights = weigher.rule, weigher.weigh(*parts)
         step = self._module.trainer.global_step
+        told = self.looks, self._is_known
+        self._stays = before if may_stay else None
         try:
             self.look(batch, dims, microbatches, run)
         except ConfigurationError as error:
@@ -295,6 +305,10 @@ class FirstLook:
                 "checked and are correct. No weight was changed in this step."
             )
             raise
+        finally:
+            self._stays = None
+        if may_stay and weigher.rule is before:
+            self.looks, self._is_known = told  # the search for the rule goes on as it was
         now = weigher.weigh(*parts)
         is_same = weights.is_sum == now.is_sum and torch.allclose(weights.shares, now.shares)
         if not self._all_agree(is_same):
@@ -333,6 +347,8 @@ class FirstLook:
         count: int = 0,
     ) -> _Finding:
         errors = errors_of(rules, seen, parts[1:], self.tolerance()) if len(parts) > 1 else {}
+        if self._stays is not None and not any(self._stays.weigh(*part) for part in parts):
+            errors = {}  # no rule is told by a loss of nothing
         return _Finding(
             errors=errors if self._has_values else dict.fromkeys(errors, math.nan),
             is_random=is_random,
@@ -358,6 +374,9 @@ class FirstLook:
         """
         tolerance, is_told = self.tolerance(), _is_told(found)
         fitting = choose_rule(found.errors, tolerance) if is_told else []
+        stays = self._stays
+        if stays and (not is_told or found.errors.get(stays.name, math.inf) <= tolerance):
+            return
         self._is_known = is_told or found.seen is not None
         self.is_told = is_told or bool(found.seen)
         names = [rule.name for rule in rules]

@@ -202,11 +202,11 @@ class RunStart:
         run = partial(self._look, "training_step", context, args[1:], size=0)
         self._padding.check(args[0], dims, run, draws=self.steps.random.draws_more)
 
-    def _look_again(self) -> None:
-        """Look at the step of the present batch once more, as its loss has a new form."""
+    def _look_again(self, may_stay: bool) -> None:
+        """Look at the step of the present batch once more, as its loss has a new form or values."""
         context, args, dims, count = self.steps.begun
         run = partial(self._look, "training_step", context, args[1:], size=dims.size or 1)
-        self._first_look.look_again(args[0], dims, count, run, self.steps.cut)
+        self._first_look.look_again(args[0], dims, count, run, self.steps.cut, may_stay)
 
     def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> EvaluationStep:
         """Return what is known of an evaluation step; its first batch is looked at.

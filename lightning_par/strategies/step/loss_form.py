@@ -167,7 +167,7 @@ def _choices(loss: Tensor) -> Iterator[tuple[str, Tensor | int]]:
     for node in filter(None, _nodes(loss, of_model=False)):
         name = node.name().rstrip("0123456789")
         if name == "DivBackward":
-            divisor = _saved(node, "other")
+            divisor = _kept(node, "other")
             # One with a dim of samples divides each of them by its own number.
             if isinstance(divisor, Tensor) and not divisor.ndim:
                 yield name, divisor.detach()
@@ -176,7 +176,7 @@ def _choices(loss: Tensor) -> Iterator[tuple[str, Tensor | int]]:
             if parent is not None and parent.name().startswith(_SELECTIONS):
                 yield name, _saved(node, "self_sym_numel")
         for key in _MASKS.get(name, ()):
-            mask = _saved(node, key)
+            mask = _kept(node, key)
             if isinstance(mask, Tensor) and mask.ndim and not mask.requires_grad:
                 yield name, mask
 
@@ -190,7 +190,7 @@ def takes_all(loss: Tensor, samples: int) -> bool:
     """
     for node in filter(None, _nodes(loss, of_model=False)):
         if node.name().startswith("TopkBackward"):
-            sizes, chosen = _saved(node, "self_sym_sizes"), _saved(node, "indices")
+            sizes, chosen = _saved(node, "self_sym_sizes"), _kept(node, "indices")
             # Of more dims, the last one, as a rule, which is of classes.
             if isinstance(chosen, Tensor) and tuple(sizes) == (samples,) == tuple(chosen.shape):
                 return True
@@ -218,6 +218,14 @@ def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
 def _saved(node: Any, name: str) -> Any:
     """Return what an operation keeps of its call; torch's notes on autograd tell of the prefix."""
     return getattr(node, f"_saved_{name}", 0)
+
+
+def _kept(node: Any, name: str) -> Any:
+    """Return a tensor that an operation keeps of its call; None where reading it would compute it
+    anew and keep all that is computed with it, as in a checkpoint, or fetch it, as with offload.
+    """
+    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    return _saved(node, name) if hook is None else None
 
 
 def _is_zero(factor: Any) -> bool:
@@ -270,11 +278,20 @@ class _Choices:
             samples: Their number.
             weight: What it weighs.
         """
+        if self.looks > _CHOICES:
+            return
         found = choices_of(loss)
         names = tuple(name for name, _ in found)
-        if not found or self.looks > _CHOICES:
+        if not found or (names not in self._first and len(self._first) >= _FORMS):
             return
+        # Nothing counts in this part: it tells nothing of what others choose.
+        is_empty: Any = weight == 0
+        for _, value in found:
+            if isinstance(value, int) or not value.ndim:
+                is_empty = is_empty | (value == 0)
         if names not in self._first:
+            if bool(is_empty):
+                return
             self._learns = names
             self._first[names] = [(_common(value), weight) for _, value in found]
         elif names == self._learns:  # the first step has several parts
@@ -293,6 +310,7 @@ class _Choices:
                 is_other = (value != first) & (abs(made - first * weight) > _CLOSE * abs(made))
                 # Of tokens, whose number may follow the longest row.
                 is_other &= samples == 1 or value % samples != 0
+            is_other = is_other > is_empty  # and not
             self.differ = is_other if self.differ is None else self.differ | is_other
 
     def end(self) -> None:
@@ -304,7 +322,7 @@ def _common(value: Tensor | int) -> Tensor | int | None:
     """Return a number, or that of which a mask is full; None: it holds several. The host waits."""
     if isinstance(value, int) or not value.ndim or not value.numel():
         return None if isinstance(value, Tensor) and not value.numel() else value
-    number = value.flatten()[0]
+    number = value.flatten()[0].clone()  # without the memory of the mask
     return None if _differs(value, number) or bool((number != 0) & (number != 1)) else number
 
 
@@ -320,7 +338,8 @@ class FormWatch:
         has_values: Whether losses have values, by which a step can confirm a rule.
 
     Attributes:
-        again: Looks at the step of the present batch once more, on every rank.
+        again: Looks at the step of the present batch once more, on every rank; takes whether only
+            values of the loss have changed, which the rule in use may bear.
         look_at_padding: Looks whether padding weighs in the loss of that batch, on every rank.
         reads_factors: Whether a term of the loss had the factor 0, and may get another one.
         is_new: Whether the loss of this rank has a form that was not looked at.
@@ -331,7 +350,7 @@ class FormWatch:
     """
 
     def __init__(self, device: torch.device, *, has_values: bool = True) -> None:
-        self.again: Callable[[], None] = lambda: None
+        self.again: Callable[[bool], None] = lambda _: None
         self.look_at_padding: Callable[[], None] = lambda: None
         self.reads_factors = False
         self.is_new, self.watches, self.has_to_stay = False, True, False
@@ -374,9 +393,11 @@ class FormWatch:
             self._see_form(loss, samples)
         if self.watches and (not index or self._sides):
             self._see_side(loss)
-        # What a rule was seen to make of the batch is confirmed above.
+        # What a rule was seen to make of the batch is confirmed above; a part in which nothing
+        # counts has no mask or divisor to compare.
         is_made = confirms is not None and not confirms.of_labels
-        if self.has_to_stay and self.watches and not fills and not is_made:
+        is_told = not fills and not is_made and not (weights and index in weights.zero)
+        if self.has_to_stay and self.watches and is_told:
             said = None if weights is None else weights.counts
             self._choices.see(loss, samples, samples if said is None else said[index])
             self._takes_all |= takes_all(loss, samples)
@@ -417,6 +438,8 @@ class FormWatch:
         # A judged step is not asked: the host would wait for the device.
         if self.is_new or (not is_judged and self._is_other_loss()):
             self._warn()
+            if not is_judged:  # nor is a later one, in which masks would be compared in vain
+                self._choices.looks = _CHOICES + 1
         self._forget()
 
     def _is_other_loss(self) -> bool:
@@ -496,7 +519,6 @@ class FormWatch:
             self._agree_on_side()
         self._forget()
         self._choices.looks += varies
-        is_new |= varies
         if loses:
             raise ConfigurationError(
                 "LP309",
@@ -522,8 +544,8 @@ class FormWatch:
             )
         if differs:
             self.look_at_padding()
-        if is_new:
-            self.again()
+        if is_new or varies:
+            self.again(not is_new)
         if takes_all:
             raise ConfigurationError(
                 "LP309",
@@ -533,4 +555,4 @@ class FormWatch:
                 "data_parallel_size=1, or choose in each sample by itself, such as its hardest "
                 "tokens. No weight was changed in this step.",
             )
-        return is_new or differs
+        return is_new or varies or differs

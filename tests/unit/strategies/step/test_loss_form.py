@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.loss_form import (
     choices_of,
     form_of,
@@ -115,7 +117,7 @@ def chosen(values: list[float], least: float) -> Tensor:
 )
 def test_a_step_that_begins_to_choose_samples_is_looked_at(later, is_new) -> None:
     form, looks = FormWatch(torch.device("cpu")), list[str]()
-    form.has_to_stay, form.again = True, lambda: looks.append("again")
+    form.has_to_stay, form.again = True, lambda _: looks.append("again")
     for values in ([0.1, 0.2], [0.3, 0.2], later):
         loss = chosen(values, 0.5)
         form.see(loss, 2, None)
@@ -133,3 +135,64 @@ def test_tokens_of_rows_of_another_length_are_no_choice() -> None:
         form.see(loss, 2, None)
         assert bool(form.marked(loss).isfinite())
         form.end(is_judged=True)
+
+
+def marks(form: FormWatch, loss: Tensor, counts: float | None = None) -> bool:
+    """Return whether a step of one part is marked, whose rule of the loss says what it weighs."""
+    weights = None
+    if counts is not None:
+        count = torch.tensor([counts])
+        zero = frozenset([0] if counts == 0 else [])
+        weights = BatchWeights(
+            scales=(count[0],), total=count[0], samples=None, shares=count, zero=zero, counts=count
+        )
+    form.see(loss, 2, weights)
+    is_marked = bool(form.marked(loss.detach().nan_to_num()).isnan())
+    form.end(is_judged=True)
+    return is_marked
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_part_in_which_nothing_counts_is_not_compared(first) -> None:
+    """It is the first one, or a later one; the loss divides by 0, or by a bound."""
+    form = FormWatch(torch.device("cpu"))
+    form.has_to_stay = True
+    empty = [(torch.zeros(3), 0.0), (torch.zeros(3), None)]
+    parts = [(torch.ones(3), 3.0), (torch.tensor([1.0, 1.0, 0.0]), 2.0)]
+    for mask, counts in [*empty, *parts] if first else [parts[0], *empty, parts[0]]:
+        each = torch.rand(3, requires_grad=True)
+        divisor = mask.sum().clamp(min=1) if counts == 0 else mask.sum()
+        marked = marks(form, (each * mask).sum() / divisor, counts)
+        assert marked == (first and mask is parts[1][0])
+
+
+def test_what_a_checkpoint_would_compute_anew_is_not_read() -> None:
+    runs = list[int]()
+
+    def chunk(each: Tensor, mask: Tensor) -> Tensor:
+        runs.append(1)
+        return (each.exp() * mask).sum() + (each * mask).topk(3).values.sum()
+
+    form = FormWatch(torch.device("cpu"))
+    form.has_to_stay = True
+    for step in range(3):
+        each = torch.rand(3, requires_grad=True)
+        mask = torch.tensor([1.0, 1.0, step % 2])
+        count = mask.sum()
+        loss = sum(checkpoint(chunk, each, mask, use_reentrant=False) for _ in range(2)) / count
+        assert [name for name, _ in choices_of(loss)] == ["DivBackward"]
+        marks(form, loss)
+        assert not takes_all(loss, 3)
+    assert len(runs) == 6
+
+
+def test_a_step_that_is_not_judged_is_warned_of_once() -> None:
+    form = FormWatch(torch.device("cpu"))
+    form.has_to_stay = True
+    form.see(chosen([0.7, 0.8], 0.5), 2, None)
+    form.end(is_judged=False)
+    form.see(chosen([0.1, 0.8], 0.5), 2, None)
+    with pytest.warns(UserWarning, match="have changed"):
+        form.end(is_judged=False)
+    form.see(chosen([0.8, 0.1], 0.5), 2, None)
+    form.end(is_judged=False)  # warnings are errors here
