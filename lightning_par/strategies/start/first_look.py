@@ -174,7 +174,10 @@ class FirstLook:
 
     def rules(self, batch: Any, dims: BatchDims) -> list[LossRule]:
         """Return the rules that a loss of a batch may follow, the likely ones first."""
-        return candidate_rules(batch, self._layout, dims, self._module)
+        rules = candidate_rules(batch, self._layout, dims, self._module)
+        if self._stays is not None and self._stays.name not in [rule.name for rule in rules]:
+            rules.insert(-1, self._stays)  # one that was seen to be made by the step
+        return rules
 
     def _with_whole(self, batch: Any, dims: BatchDims) -> BatchDims:
         """Return dims by which entries that are never cut may hold the labels of a loss."""
@@ -208,11 +211,8 @@ class FirstLook:
         **Communicates**: what the step does, and the results over stages and replicas.
         """
         self.looks += 1
-        stays = self._stays
         is_whole = dims.size is None and bool(self._layout.whole)
         rules = self.rules(batch, self._with_whole(batch, dims) if is_whole else dims)
-        if stays is not None and stays.name not in [rule.name for rule in rules]:
-            rules.insert(-1, stays)
         parts = [(batch, dims.size or 1)]
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
@@ -235,11 +235,11 @@ class FirstLook:
             count = 0 if dims.unsure else dims.size or 0
             found = self._agree(self._finding(rules, seen, parts, is_random, count))
             is_random = found.is_random
-            if is_whole and not stays and not found.seen and self._layout.labels is None:
+            if is_whole and self._layout.labels is None and not (found.seen or self._stays):
                 raise ConfigurationError("LP309", refusal_of_uncounted(self._layout))
             found = self._told_better(rules, found, (batch, parts[0][0]), dims, microbatches, run)
             self._decide(rules, found, batch, dims, microbatches, run)
-            if not is_random and stays is None:
+            if not is_random and self._stays is None:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
                 self._warn_of_logs(told, parts, microbatches)
         elif divides:
