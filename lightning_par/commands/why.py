@@ -14,7 +14,7 @@ def why(run: PathName, *, steps: bool = False) -> None:
 
     Args:
         run: Directory of the run.
-        steps: Print the memory held after each of the last steps as well.
+        steps: Print the memory held after some of the last steps as well.
 
     Raises:
         ConfigurationError: No rank has left anything, or none of it can be read.

@@ -18,6 +18,10 @@ __all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord"]
 _STATM = "/proc/self/statm"
 _KEPT = 64
 """Steps of which is kept what was held after them."""
+_FIRST = 8
+"""Steps that are kept however fast they are."""
+_PERIOD = 1.0
+"""Seconds between two steps that are kept from then on."""
 BETWEEN_STEPS = "between steps"
 """Action of a rank after an optimizer step, where hooks of the user run."""
 
@@ -69,7 +73,8 @@ class Activity:
 
     Attributes:
         step: Optimizer steps made so far, -1 outside of training.
-        ended: Of the last steps: number, `time.monotonic`, and the bytes held after it.
+        ended: Of the first steps, and of one in a second: number, `time.monotonic`, and the bytes
+            held after it.
         held: Returns the bytes that this rank holds; by default those of its process in memory.
     """
 
@@ -103,9 +108,12 @@ class Activity:
         )
 
     def end_step(self) -> None:
-        """Record that the optimizer has stepped, and what is held now."""
+        """Record that the optimizer has stepped and, at times, what is held now."""
         self.begin(BETWEEN_STEPS)
-        self.ended.append((self.step, monotonic(), self.held()))
+        # Asking a device takes longer than the rest: of fast steps, one in a second is enough.
+        now = monotonic()
+        if len(self.ended) < _FIRST or now - self.ended[-1][1] > _PERIOD:
+            self.ended.append((self.step, now, self.held()))
 
     def now(self) -> ActivityRecord:
         """Return the current record."""

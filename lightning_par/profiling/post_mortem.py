@@ -53,7 +53,7 @@ class PostMortem:
         unforeseen: Why there is no forecast; empty if there is one.
         changes: What needs less memory, the least costly first.
         fits: Whether each of `changes` fits by the forecast.
-        steps: Of the last steps: number, seconds since the run began, bytes held after it.
+        steps: Of some of the last steps: number, seconds since the run began, bytes held after it.
     """
 
     rank: int

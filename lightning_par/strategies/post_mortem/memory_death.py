@@ -309,14 +309,20 @@ class _Death:
 
         The first step is left out: states and caches are made there.
         """
-        held = [size for _, _, size in self._activity.ended][1:]
+        held = [(step, size) for step, _, size in self._activity.ended][1:]
         if len(held) < _GROWING:
             return None
-        growth = statistics.median(after - before for before, after in pairwise(held))
-        if growth <= 0 or held[-1] - held[0] < counted.get("activations and other", 0) / 3:
+        # Not all steps are looked at.
+        growth = statistics.median(
+            (after - before) / max(1, last - first)
+            for (first, before), (last, after) in pairwise(held)
+        )
+        steps = max(self._now.step, held[-1][0]) - held[0][0] + 1
+        kept = growth * (steps - 1)
+        if growth <= 0 or kept < counted.get("activations and other", 0) / 3:
             return None
         cause = (
-            f"memory that is kept from step to step: after each of the last {len(held)} steps "
+            f"memory that is kept from step to step: after each of the last {steps} steps "
             f"{in_words(growth)} more (median) were held"
         )
         name, tensors = max(self._keepers(), key=lambda pair: len(pair[1]), default=("", []))
@@ -329,7 +335,7 @@ class _Death:
             "their graphs"
         )
         # What is small itself holds the rest by the activations that its graph has saved.
-        if graphs and own < (held[-1] - held[0]) / 2:
+        if graphs and own < kept / 2:
             write = f"keep no graphs in {name}: append value.detach()"
         else:
             write = f"keep fewer tensors in {name}, or only numbers: append value.mean().item()"
