@@ -126,6 +126,8 @@ class MemoryWatch:
             _logger.warning("it cannot be said what held the memory: %s", problem)
             return None
         said = list(found.lines())
+        if trainer.world_size > 1:
+            said[0] = f"{found.name}: {said[0]}"
         if self.leave(found):
             said.append(f"lightning-par why {self.folder} prints this again.")
         is_device = isinstance(short, torch.OutOfMemoryError)
@@ -143,6 +145,11 @@ def _find(error: BaseException | None) -> BaseException | None:
         error = error.__cause__ if wraps else None
     # Not what has been explained already, as by a Trainer inside of a Trainer.
     return None if isinstance(error, OutOfMemoryError) else error
+
+
+def _said(error: BaseException) -> str:
+    # A MemoryError has no text.
+    return ": ".join(word for word in (type(error).__name__, str(error)) if word)
 
 
 class _Death:
@@ -171,7 +178,7 @@ class _Death:
             reached = sum(size for kind, size in counted.items() if kind in _OF_THE_STEP)
             room, updates = self._room(counted), self._now.action == "optimizer step"
             changes, fit = forecast.changes(room, reached + self._asked, updates=updates)
-        asked = f"{in_words(self._asked)} were asked for" if self._asked else str(self._error)
+        asked = f"{in_words(self._asked)} were asked for" if self._asked else _said(self._error)
         sizes = self._strategy.sizes
         return PostMortem(
             rank=self._strategy.processes.rank,

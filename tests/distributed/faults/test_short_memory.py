@@ -253,7 +253,7 @@ def test_one_of_several_ranks_traces_no_step_in_a_fork(tmp_path: Path) -> None:
     texts = run_ranks(run_frozen, 2, str(tmp_path), False, timeout=100, fresh=True)
     for rank, (said, found) in enumerate(zip(texts, read_post_mortems(tmp_path), strict=True)):
         assert found.rank == rank
-        assert found.summary in said
+        assert f"rank {rank} (dp_shard {rank}): {found.summary}" in said
         assert "there is no forecast: the step of Frozen would have to be traced" in said
 
 
