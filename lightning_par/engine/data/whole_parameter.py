@@ -70,11 +70,12 @@ class _AsParameter(Tensor):
 
 
 @cache
+@cache
 def _class_like(kind: type[Tensor]) -> type[Tensor]:
     """Return a class that answers as a parameter, else as `kind`: that of fakes in a rehearsal."""
     if kind is Tensor:
         return _AsParameter
-    own = {"__torch_function__": kind.__torch_function__}
+    own = {"__module__": kind.__module__, "__torch_function__": kind.__torch_function__}
     return type(f"_{kind.__name__}AsParameter", (_AsParameter, kind), own)
 
 
