@@ -58,18 +58,18 @@ class _AsParameter(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self._copied()
+            memo[id(self)] = _copied(self)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._copied().__reduce_ex__(protocol)
-
-    def _copied(self) -> nn.Parameter:
-        """Return a plain parameter: shards and this class have no place in copies and files."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
+        return _copied(self).__reduce_ex__(protocol)
 
 
-@cache
+def _copied(value: Tensor) -> nn.Parameter:
+    """Return a plain parameter: shards and that class have no place in copies and files."""
+    return nn.Parameter(value.detach().clone(), value.requires_grad)
+
+
 @cache
 def _class_like(kind: type[Tensor]) -> type[Tensor]:
     """Return a class that answers as a parameter, else as `kind`: that of fakes in a rehearsal."""

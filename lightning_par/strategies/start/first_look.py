@@ -561,7 +561,7 @@ class FirstLook:
     ) -> None:
         """Learn how logged numbers follow from those of parts, and name those that do not."""
         warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
-        # An evaluation step changes that of the weigher. Ranks of one replica may log other numbers.
+        # An evaluation step changes that of the weigher. Ranks of a replica may log other numbers.
         hides = torch.tensor(float(self._weigher.hides_logs))
         if self._mesh.sizes.world_size > 1:
             dist.all_reduce(hides, dist.ReduceOp.MAX)
