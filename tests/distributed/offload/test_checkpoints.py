@@ -193,4 +193,4 @@ def save_sgd(rank: int, world: int, target: Path) -> None:
 def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     run_ranks(save_sgd, 1, tmp_path / "a.ckpt", timeout=120)
     (said,) = run_ranks(refuse, 1, tmp_path / "a.ckpt", timeout=120)
-    assert "it has momentum_buffer, but no step, exp_avg, exp_avg_sq" in said
+    assert "not Adam: its states lack step, exp_avg, exp_avg_sq" in said
