@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic  # by name: nobody who replaces time.monotonic sees ours
 
-__all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord"]
+__all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord", "resident_memory"]
 
 _STATM = "/proc/self/statm"
 _KEPT = 64
@@ -81,7 +81,7 @@ class Activity:
     def __init__(self) -> None:
         self.step = -1
         self.ended: deque[tuple[int, float, int]] = deque(maxlen=_KEPT)
-        self.held: Callable[[], int] = _resident
+        self.held: Callable[[], int] = resident_memory
         self._memory: bytearray | memoryview = bytearray(RECORD_SIZE)
 
     def __reduce__(self) -> tuple[type["Activity"], tuple[()]]:
@@ -120,7 +120,7 @@ class Activity:
         return ActivityRecord.read(bytes(self._memory))
 
 
-def _resident() -> int:
+def resident_memory() -> int:
     """Return the bytes of this process in memory; 0 where the system does not say."""
     # Neither a Path nor a file object: it is read after every step.
     with suppress(OSError):

@@ -13,6 +13,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
+from lightning_par.engine.activity import resident_memory
 from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = [
@@ -52,7 +53,7 @@ def current_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _resident() or _most_resident()
+    return resident_memory() or _most_resident()
 
 
 def peak_memory(device: torch.device) -> int:
@@ -64,14 +65,7 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return max(_most_resident(), _resident())  # the kernel updates the first one late
-
-
-def _resident() -> int:
-    """Return the bytes of this process in memory; 0 where the system does not say."""
-    if not _STATM.exists():
-        return 0
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return max(_most_resident(), resident_memory())  # the kernel updates the first one late
 
 
 def _most_resident() -> int:

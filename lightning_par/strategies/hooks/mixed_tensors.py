@@ -3,6 +3,7 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,14 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.hooks.innermost_mode import asks_innermost
 from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, whole_of, write_slice
 from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import plain_functions, written_by
 
 __all__ = [
-    "DATA",
     "SET_DATA",
     "MixedTensors",
+    "data_of_shards",
     "entry",
     "first",
     "is_masked",
@@ -120,24 +122,24 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0
 
 
-_ALIASES = dict[int, list["weakref.ref[DTensor]"]]()
+_Aliases = dict[int, list["weakref.ref[DTensor]"]]
 """Id of a DTensor -> what was read as its `data`, and shares its memory."""
 
 
-def _get_data(tensor: DTensor) -> Any:
+def _get_data(aliases: _Aliases, tensor: DTensor) -> Any:
     found = _TENSOR.data.__get__(tensor)
     if isinstance(found, DTensor):
-        living = [alias for alias in _ALIASES.get(id(tensor), ()) if alias() is not None]
-        _ALIASES[id(tensor)] = [*living, weakref.ref(found)]
+        living = [alias for alias in aliases.get(id(tensor), ()) if alias() is not None]
+        aliases[id(tensor)] = [*living, weakref.ref(found)]
     return found
 
 
-def _set_data(tensor: DTensor, value: Any) -> None:
+def _set_data(aliases: _Aliases, tensor: DTensor, value: Any) -> None:
     """Copy the values: a DTensor would keep its shard, and nothing would change.
 
     What was read as `data` before keeps the values of then, as where the memory is exchanged.
     """
-    for alias in _ALIASES.pop(id(tensor), ()):
+    for alias in aliases.pop(id(tensor), ()):
         if (kept := alias()) is not None and kept is not value:
             with torch.no_grad():  # without a graph it gives its own shard, and no view of it
                 local = kept.to_local()
@@ -153,8 +155,11 @@ def _set_data(tensor: DTensor, value: Any) -> None:
         run(SET_DATA, tensor, (tensor, value), {})
 
 
-DATA = property(_get_data, _set_data)
-"""`Tensor.data` of a DTensor, to which users write as to that of a plain tensor."""
+def data_of_shards() -> AbstractContextManager[None]:
+    """Let users read and write `data` of a DTensor as of a plain tensor, in the context."""
+    aliases = _Aliases()
+    get, put = partial(_get_data, aliases), partial(_set_data, aliases)
+    return replaced(DTensor, "data", property(get, put))
 
 
 class MixedTensors(TorchFunctionMode):

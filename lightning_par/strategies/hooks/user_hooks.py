@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -23,7 +22,7 @@ from lightning_par.strategies.hooks.joined_results import (
     OF_RESULTS,
     reads_argument,
 )
-from lightning_par.strategies.hooks.mixed_tensors import DATA, MixedTensors
+from lightning_par.strategies.hooks.mixed_tensors import data_of_shards, MixedTensors
 from lightning_par.strategies.hooks.shown_checkpoint import shown_checkpoint
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -98,7 +97,7 @@ class UserHooks:
         dist.all_gather_object(found, own)
         self._on_all = set(found[0]).intersection(*found)
         self._join_results(processes.device)
-        self._opened.enter_context(replaced(DTensor, "data", DATA))
+        self._opened.enter_context(data_of_shards())
         if model.mesh.sizes.pipeline > 1:
             load = self._loader(nn.Module.load_state_dict)
             self._opened.enter_context(replaced(nn.Module, "load_state_dict", load))

@@ -74,11 +74,9 @@ def judge_logs(
             kinds[name] = max(kinds.get(name, SAME_KIND), kind if microbatches > 1 else SAME_KIND)
     held, weigher.hides_logs = [(kinds, sized)], hides
     if mesh.sizes.data > 1:
-        told = max([*(kinds or {}).values(), *sized.values()], default=0)
-        tells = torch.tensor([told, hides])
+        tells = torch.tensor(max([*(kinds or {}).values(), *sized.values()], default=0))
         dist.all_reduce(tells, dist.ReduceOp.MAX, group=mesh.data_group)
-        weigher.hides_logs = bool(tells[1])
-        if tells[0] == SAME_KIND:
+        if tells == SAME_KIND:
             return frozenset()
         held *= mesh.sizes.data
         dist.all_gather_object(held, (kinds, sized), group=mesh.data_group)

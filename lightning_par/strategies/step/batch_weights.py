@@ -279,7 +279,7 @@ class BatchWeigher:
         by_samples: Names of those that are means over the samples, as the loss is not.
         sized: Names of those that are logged with the number of samples as their `batch_size`.
         judged: Names of those of which it is known, or was said that it is not.
-        hides_logs: Whether a number had one value in the last look, as 0, and may be a sum or none.
+        hides_logs: Whether a number had one value in the last look of this rank, as 0: of any kind.
         fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
         compares_lengths: Whether to compare the lengths of the batches of the replicas.
         last: What was weighed last; None: nothing yet.
