@@ -235,7 +235,7 @@ MISTAKES = {
     swallowing: r"rank 0.*PassedOverError: .*returned before it had called block 1.*bare `except:`",
     calling_twice: r"rank 0.*SecondCallError: block 0 was called twice in one step",
     skipping: r"rank 1.*PassedOverError: the step returned a result without calling the last block",
-    using_the_head_early: r"rank 0.*PipelineError: the module leave is placed on the last pipeline stage",
+    using_the_head_early: r"rank 0.*PipelineError: the module leave is placed on the last",
     using_a_first_weight_late: r"rank 1.*PipelineError: enter.weight is on another pipeline",
     checkpointing_reentrantly: r"rank 0.*PipelineError: block 0 .* Pass use_reentrant=False",
     handing_on_another_number: r"rank 0.*has changed, .* it was 1\.0, and is now 2\.0",
