@@ -70,7 +70,8 @@ def _block_plan() -> dict[str, Any]:
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            input_layouts=(Shard(1), None, None),
+            desired_input_layouts=(Replicate(), None, None),
         ),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),

@@ -202,7 +202,8 @@ def files_of_a_step(rank: int, world: int) -> set[str]:
 def test_a_steady_hybrid_step_enters_few_files() -> None:
     found = run_ranks(files_of_a_step, 4)
     assert all({"strategies/mesh_strategy.py", "engine/pipeline/executor.py"} <= f for f in found)
-    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Ten
+    # 22 of the step itself, with the one that keeps T, which shards along T do not tell, and the
+    # one that lets an optimizer step on shards, which saves torch's dispatch of DTensors. Ten
     # watch: collectives over all ranks (two), what it writes and leaves in attributes and outside
     # of the module (five), forwards and other code of hooks (two), the form of the loss.
     watches = {
@@ -217,6 +218,6 @@ def test_a_steady_hybrid_step_enters_few_files() -> None:
         "strategies/step/loss_form.py",
         "upstream/functions.py",
     }
-    assert max(len(files - watches) for files in found) <= 21, "\n".join(
+    assert max(len(files - watches) for files in found) <= 22, "\n".join(
         sorted(set().union(*found))
     )

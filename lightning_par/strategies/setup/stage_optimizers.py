@@ -17,6 +17,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.optimizer_forms import give_parts
 from lightning_par.strategies.components.state_map import state_like
 from lightning_par.strategies.hooks.whole_groups import cut_to_stage, is_absent, note_places
+from lightning_par.strategies.optimizers.local_step import step_on_shards
 from lightning_par.strategies.optimizers.reach import (
     check_references,
     declared_reach,
@@ -269,6 +270,7 @@ def _needs(
 def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -> None:
     reach, mesh = declared_reach(optimizer), model.mesh
     if reach == "entry":
+        step_on_shards(optimizer)
         return
     across_model, across_shards, across_later = _needs(optimizer, reach, model, device)
     if not (across_model or across_shards or across_later):

@@ -43,6 +43,7 @@ from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.optimizers.local_step import end_local_step
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.loss_form import FormWatch
@@ -495,7 +496,10 @@ class MeshPrecision(Precision):
             if self.gradients.mixes_kinds:
                 stack.enter_context(implicit_replication())
                 closure = partial(_outside, stack, closure)
-            output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            try:
+                output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            finally:  # as where the update raises an exception
+                end_local_step(optimizer)
         if self.after_update is not None:
             self.after_update()
         return output
