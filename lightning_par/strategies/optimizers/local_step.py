@@ -87,7 +87,8 @@ class _LocalStep:
 
     def _shard_of(self, parameter: DTensor) -> "_Shard":
         local, shard = parameter.to_local(), self._shards.get(parameter)
-        if shard is None or shard.local is not local:
+        # While the shard holds its memory, no other has the same address.
+        if shard is None or shard.tensor.data_ptr() != local.data_ptr():
             self._shards[parameter] = shard = _Shard(local)
         return shard
 
@@ -115,12 +116,11 @@ class _Shard:
         local: The shard.
 
     Attributes:
-        local: The same.
         tensor: Stands for the parameter in a step; with the memory and version counter of `local`.
     """
 
     def __init__(self, local: Tensor) -> None:
-        self.local, self.tensor = local, local.detach()
+        self.tensor = local.detach()
         self._between: _State = {}
         self._within: _State = {}
         self._known: tuple[_State, _State] = ({}, {})
