@@ -16,7 +16,12 @@ from lightning_par.huggingface.gathered_styles import gathered_styles, vocabular
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.stages import find_stages
 from lightning_par.huggingface.styles import InBlockStyles, plan_of_blocks
-from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
+from lightning_par.plan.parallel_plan import (
+    BatchLayout,
+    match_pattern,
+    ParallelPlan,
+    TensorStyle,
+)
 
 __all__ = ["derive_plan", "find_huggingface_plan"]
 
@@ -78,6 +83,7 @@ def derive_plan(model: Any) -> ParallelPlan:
         batch=_batch_layout(model),
         positions={"": "position_ids"} if _takes_positions(model) else None,
         captured=_captured(model, [model.get_submodule(c) for c in stages.containers]),
+        experts=_experts(model),
     )
     refusals = {}
     undivided = _why_not_divided(model, len(stages.containers))
@@ -176,6 +182,17 @@ def _shifts(model: Any) -> bool:
     # Read from the source, as nothing in the configuration says it.
     source = inspect.getsource(inspect.unwrap(type(model).forward))
     return "loss_function" in source or "shift" in source
+
+
+def _experts(model: Any) -> tuple[str, ...]:
+    """Give the FQN patterns of the modules whose experts transformers can divide."""
+    names = [name for name, _ in model.named_modules()]
+    return tuple(
+        pattern
+        for pattern, style in (getattr(model, "ep_plan", None) or {}).items()
+        # A plan is one of a family, of which some models are dense.
+        if style == "ep_dispatch_experts" and any(match_pattern(pattern, name) for name in names)
+    )
 
 
 def _takes_positions(model: Any) -> bool:

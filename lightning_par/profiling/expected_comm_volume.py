@@ -349,12 +349,13 @@ class _ExpertHook:
     """Adds the all-to-alls of one call of `compute` of a module with experts, which it calls."""
 
     forecast: Forecast
-    inner: Callable[..., tuple[Tensor, Any]]
+    inner: Callable[..., Any]
 
-    def __call__(self, x: Tensor, counts: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Any]:
+    def __call__(self, x: Tensor, counts: Tensor, *more: Any, **named: Any) -> Any:
         parts, add = self.forecast.parts, self.forecast._add
         assert parts.mesh.expert_mesh is not None
-        out, other = self.inner(x, counts, *more, **named)
+        found = self.inner(x, counts, *more, **named)
+        out = found[0] if isinstance(found, tuple) else found  # with the work beside, or alone
         group = parts.mesh.expert_mesh.get_group("ep")
         rows = int(parts.mesh.sizes.exchanged_rows(len(x), parts.expert_max_rows))
         add(group, "all_to_all", _bytes(counts))
@@ -362,7 +363,7 @@ class _ExpertHook:
             size = rows * tensor.shape[1:].numel() * tensor.element_size()
             returns = tensor.requires_grad and not _recomputes()
             add(group, "all_to_all", size, 2 if returns else 1)
-        return out, other
+        return found
 
 
 def _recomputes() -> bool:

@@ -55,6 +55,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
     "zero1pp2": {**_ONES, "pipeline_parallel_size": 2, "zero_stage": 1},
     "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},
+    "zero1ep2tp2": {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "expert_parallel_size": 2,
+        "zero_stage": 1,
+    },
+    "zero1ep2pp2": {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 2,
+        "expert_parallel_size": 2,
+        "zero_stage": 1,
+    },
     "zero3ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 3},
     "cp2": {**_ONES, "context_parallel_size": 2},
 }
@@ -62,6 +74,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 four: two hold the same experts.
 """
 _SHARDS = ("tp2", "zero1", "zero3", "zero1tp2")
+_FOUR_RANKS = ("tp2pp2", "zero1tp2", "zero1pp2", "zero1ep2tp2", "zero1ep2pp2", "zero3ep2")
 _STEPS = 4
 
 
@@ -190,7 +203,7 @@ def strategy_of(layout: str | None, **options: Any) -> Any:
 
 def world_of(layout: str) -> int:
     """Return the number of ranks of a layout."""
-    return {"one": 1, "tp2pp2": 4, "zero1tp2": 4, "zero1pp2": 4, "zero3ep2": 4}.get(layout, 2)
+    return 1 if layout == "one" else 4 if layout in _FOUR_RANKS else 2
 
 
 class _Losses(Callback):
@@ -240,7 +253,7 @@ def train_case(
     replicas = 2 if (layout or "").startswith("zero") else 1
     replicas = 4 if layout == "zero3ep2" else replicas
     sampler = None
-    if replicas > 1 and layout != "zero1pp2":  # whose stages are the outer ranks
+    if replicas > 1 and not (layout or "").endswith("pp2"):  # whose stages are the outer ranks
         replica = rank * replicas // world
         sampler = DistributedSampler(samples, replicas, replica, shuffle=False)
     loader = DataLoader(

@@ -25,13 +25,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.engine.collectives import all_reduce
-from lightning_par.engine.experts.token_dispatch import dispatch_tokens
+from lightning_par.engine.experts.token_dispatch import (
+    compute_by_forward,
+    dispatch_tokens,
+    sorts_tokens,
+)
 from lightning_par.engine.pipeline.stage import matching_modules
+from lightning_par.engine.tensor.huggingface_layers import divide_first
 from lightning_par.engine.tensor.styles import local_parameters
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.functions import replaced
 
@@ -71,6 +77,7 @@ class ExpertParallel:
         """
         if tensor is None:
             return self.mesh["ep"], (Shard(0),)
+        # A style may divide the experts of dim 0 once more, each of the parts of ``ep``.
         return self.mesh["ep", "tp"], (Shard(0), tensor)
 
     def shard(self, prefix: str, *, reshard_after_forward: bool) -> set[nn.Parameter]:
@@ -142,30 +149,43 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
         raise PlanError(
             "LP206",
             f"{asked}: the plan of {type(model).__name__} does not say which modules hold its "
-            'experts. Return ParallelPlan(experts=("blocks.*.experts",)) from parallel_plan() of '
-            "the model. Such a module holds the parameters of all experts, stacked in dim 0, and "
-            "has a method compute(rows, counts). Or use expert_parallel_size=1.",
+            "experts. If it has none, use expert_parallel_size=1. If it has, return "
+            'ParallelPlan(experts=("blocks.*.experts",)) from parallel_plan() of the model. Such a '
+            "module holds the parameters of all experts, stacked in dim 0, and has a method "
+            "compute(rows, counts); or it has num_experts and forward(hidden_states, top_k_index, "
+            "top_k_weights), as experts of transformers.",
         )
     problems = [
         f"{asked}: ParallelPlan(experts=...) names {name}, but its class {type(module).__name__} "
         "has no method compute(rows, counts). Add this method, which computes the outputs of the "
         "experts for their rows."
         for name, module in found.items()
-        if not callable(getattr(module, "compute", None))
+        if not callable(getattr(module, "compute", None)) and not sorts_tokens(module)
     ]
-    # Experts are stacked in dim 0, which the ``ep`` axis divides.
-    numbers = {
-        f"{name}.{key}": parameter.shape[0] if parameter.ndim else 0
-        for name, module in found.items()
-        for key, parameter in module.named_parameters()
-    }
-    misfits = {count: name for name, count in numbers.items() if not count or count % sizes.expert}
+    counts: dict[tuple[int, int], str] = {}
+    for name, module in found.items():
+        style = TENSOR_STYLES[resolved.styles.get(name, "replicated")]
+        for key, parameter in module.named_parameters():
+            # Experts are stacked in dim 0, which the ``ep`` axis divides, and a style may, too.
+            count = parameter.shape[0] if parameter.ndim else 0
+            parts = sizes.tensor if style.sharded_dim(key) == 0 else 1
+            counts[count, parts] = f"{name}.{key}"
+            if sorts_tokens(module) and count != module.num_experts:
+                problems.append(
+                    f"{asked}: {name}.{key} is one weight for all experts, whose gradient is not "
+                    "summed over the ranks that divide them. Use expert_parallel_size=1."
+                )
     problems += [
-        f"{asked}: {name} has {count} experts in dim 0, not divisible by {sizes.expert}. Use "
-        f"expert_parallel_size={either([n for n in range(1, count + 1) if count % n == 0] or [1])}."
-        for count, name in misfits.items()
+        f"{asked}: {name} has {count} experts in dim 0, not divisible by {sizes.expert * parts}. "
+        f"Use expert_parallel_size={either(_divisors(count // parts) or [1])}."
+        for (count, parts), name in counts.items()
+        if not count or count % (sizes.expert * parts)
     ]
     raise_problems(PlanError, "LP206", problems)
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def apply_expert_parallel(
@@ -186,6 +206,10 @@ def apply_expert_parallel(
     names = set()
     for fqn, module in modules.items():
         names |= {f"{fqn}.{key}" for key, _ in module.named_parameters()}
+        if sorts_tokens(module):
+            # Before its parameters are local, which this forward computes with.
+            compute_by_forward(module, padded=max_rows is not None)
+        divide_first(module, mesh.sizes.expert)
         for child in module.modules():
             if next(child.parameters(recurse=False), None) is not None:
                 # Each module with parameters, as inner ones compute with theirs.

@@ -14,6 +14,11 @@ never written; it goes nowhere, forward and backward, as indices leave it out. O
 layers is not possible, as a choice depends on the layers before it; an all-to-all that takes its
 sizes from the device (torch's `all_to_all_vdev`) needs NVSHMEM, and buffers of the same worst case.
 
+Note [Experts that sort their tokens]: experts of transformers have no `compute`. Their forward
+takes tokens, the experts of each and the weights of these, and knows its number of experts. So
+`compute` is that forward: a row is a token of one expert with the weight 1, and the number is that
+of the experts here. Sorting and weighing stay with the rank that has the token.
+
 **Source**: Lepikhin et al. 2006.16668 (GShard), section 3; Gale et al. 2211.15841 (no row dropped
 or padded); for padded parts DeepEP's low-latency dispatch, whose buffers hold a given number of
 tokens, too.
@@ -29,10 +34,13 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.engine.collectives import apply_function, refuses_second_gradient
+from lightning_par.engine.tensor.huggingface_layers import let_gradients_reach
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.distributed import functional_operators
+from lightning_par.upstream.functions import replaced
 
-__all__ = ["dispatch_tokens"]
+__all__ = ["compute_by_forward", "dispatch_tokens", "sorts_tokens"]
 
 
 _ops = functional_operators
@@ -93,6 +101,62 @@ def dispatch_tokens(
         return (found, other) if takes_beside else found
 
     module.compute = compute  # type: ignore[assignment]
+
+
+def sorts_tokens(module: nn.Module) -> bool:
+    """Whether a module sorts tokens by expert itself; see Note [Experts that sort their tokens].
+
+    Args:
+        module: Holds experts.
+    """
+    if callable(getattr(module, "compute", None)):
+        return False
+    takes = len(inspect.signature(module.forward).parameters)
+    return takes == 3 and isinstance(getattr(module, "num_experts", None), int)
+
+
+def compute_by_forward(module: Any, *, padded: bool) -> None:
+    """Give a module that `sorts_tokens` a ``compute(rows, counts)``, by which its forward computes.
+
+    Args:
+        module: Changed in place.
+        padded: Whether rows of no expert may follow.
+    """
+    inner: Forward = module.forward
+
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        held, size = len(counts), len(rows)
+        out = torch.zeros_like(rows)
+        if padded:  # what is left is one more kind, see Note [Padded parts]
+            counts = torch.cat([counts, (size - counts.sum()).view(1)])
+        kinds = torch.arange(len(counts), device=rows.device)
+        kinds = kinds.repeat_interleave(counts, output_size=size)
+        if padded:
+            # Rows of zeros, as weights would get 0 times what may be NaN for a gradient.
+            rows = torch.where((kinds < held)[:, None], rows, 0)
+            kinds = kinds.clamp(max=held - 1)
+        if size:
+            ones = torch.ones_like(kinds, dtype=rows.dtype)
+            with replaced(module, "num_experts", held):
+                out = inner(rows, kinds[:, None], ones[:, None])
+        return let_gradients_reach(module, out, rows)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        hidden, index, weights = (*args, *kwargs.values())
+        experts = index.flatten()
+        # Stable: within an expert tokens keep their order, so sums do too.
+        order = experts.argsort(stable=True)
+        # One more kind counts tokens of experts that other ranks answer for.
+        counts = torch.zeros(module.num_experts + 1, dtype=torch.int64, device=index.device)
+        counts = counts.scatter_add(0, experts, torch.ones_like(experts))[:-1]
+        rows: Tensor = module.compute(hidden[order // index.shape[-1]], counts)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        weighted: Tensor = rows[back].unflatten(0, index.shape) * weights[..., None]
+        return weighted.sum(-2).to(hidden.dtype)
+
+    module.compute = compute
+    wrap_forward(module, lambda _: forward, "compute_by_forward")
 
 
 def _check_rows(most: int, max_rows: int) -> None:

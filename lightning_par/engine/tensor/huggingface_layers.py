@@ -11,39 +11,66 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.collectives import copy_to_group, reduce_to_whole
+from lightning_par.engine.collectives import apply_function, copy_to_group, reduce_to_whole
 from lightning_par.engine.tensor.sequence_parallel import Region
 from lightning_par.engine.tensor_tree import on_first_tensor
 from lightning_par.upstream.transformers import mark_as_expert_parallel
 
 __all__ = [
+    "divide_first",
     "enter_region",
     "expert_shards",
     "fused_qkv_transposed",
     "leave_region",
+    "let_gradients_reach",
     "rowwise_transposed",
     "whole_inside",
 ]
 
 _Forward = Callable[..., Any]
+_PARTS = "_lightning_par_expert_parts"
 
 
 class _Depend(torch.autograd.Function):
-    """Returns `out`, and lets its gradient reach `inputs` and `parameters` in any case.
+    """Returns `out`, and lets its gradient reach `count` inputs and idle parameters in any case.
 
     A rank whose experts no token chose would leave the others alone in the collectives of the
     backward, and its parameters without a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, hidden: Tensor, weights: Tensor, *idle: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, count: int, *others: Tensor) -> Tensor:
+        ctx.count = count
+        ctx.save_for_backward(*others[count:])
         # view_as: an output that is the input itself would be no new node of the graph.
-        ctx.save_for_backward(*idle)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, *map(torch.zeros_like, ctx.saved_tensors)
+        return grad, None, *[None] * ctx.count, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def divide_first(module: nn.Module, parts: int) -> None:
+    """Let `expert_shards` divide each of several parts of the experts.
+
+    Args:
+        module: Holds the experts; its forward, inside of the style, takes those of all parts.
+        parts: Number of ranks with other tokens, over which experts are divided.
+    """
+    module.__dict__[_PARTS] = parts
+
+
+def let_gradients_reach(module: nn.Module, out: Tensor, *inputs: Tensor) -> Tensor:
+    """Return what experts gave for their tokens, or for none, with the gradients of one process:
+    zeros for parameters that no token used.
+
+    Args:
+        module: Holds the experts.
+        out: Its output.
+        inputs: What a backward has to reach in any case.
+    """
+    idle = () if out.requires_grad else tuple(module.parameters(recurse=False))
+    return apply_function(_Depend, out, len(inputs), *inputs, *idle)
 
 
 def rowwise_transposed(
@@ -95,20 +122,21 @@ def expert_shards(
     **Communicates**: one all-reduce of [B T, D] forward; of that and of [B T, K] backward.
     """
     hidden, index, weights = (*args, *kwargs.values())
-    held = next(module.parameters(recurse=False)).shape[0]
+    held, ranks = next(module.parameters(recurse=False)).shape[0], ctx.group.size()
     mark_as_expert_parallel(module)  # lets fused kernels of transformers skip index E
-    start = ctx.group.rank() * held
-    mine = (index >= start) & (index < start + held)
+    # Ranks with other tokens may divide the experts first, see `ExpertParallel.placed`.
+    part, local = index // (held * ranks), index % (held * ranks)
+    mine = local // held == ctx.group.rank()
+    local = part * held + local % held
+    none = held * getattr(module, _PARTS, 1)
     # copy_to_group: identity forward, all-reduce backward, as each rank has a part of the
     # gradient.
     weights = torch.where(mine, copy_to_group(weights, ctx.group), 0)
     hidden = copy_to_group(hidden, ctx.group)
     # The index one past the last expert of this rank makes transformers skip the token, whose
     # weight is 0 besides.
-    out = call(hidden, torch.where(mine, index - start, held), weights)
-    # Parameters of experts that got no token need a zero gradient, as on one process.
-    idle = () if out.requires_grad else tuple(module.parameters(recurse=False))
-    out = _Depend.apply(out, hidden, weights, *idle)  # type: ignore[no-untyped-call]
+    out = call(hidden, torch.where(mine, local, none), weights)
+    out = let_gradients_reach(module, out, hidden, weights)
     return reduce_to_whole(out, ctx.group)
 
 

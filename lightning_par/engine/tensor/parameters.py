@@ -50,8 +50,8 @@ def shard_parameter(
 
     Args:
         full: The whole value, the same on every rank.
-        placements: For every axis of `mesh`, Shard of a dim of its own or Replicate; an uneven
-            shard is cut as `split_sizes` says.
+        placements: For every axis of `mesh`, Shard of a dim or Replicate; an uneven shard is
+            cut as `split_sizes` says.
         mesh: The ``tp`` axis, or those of the experts.
         requires_grad: Whether the parameter is trained.
 
@@ -64,7 +64,8 @@ def shard_parameter(
     local = full
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            sizes = split_sizes(full.shape[placement.dim], mesh.size(axis))
+            # Of what an axis before has left: experts may be divided over two of them.
+            sizes = split_sizes(local.shape[placement.dim], mesh.size(axis))
             local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
         elif not isinstance(placement, Replicate):
             raise PlanError(

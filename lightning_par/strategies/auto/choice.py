@@ -14,8 +14,10 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_par.engine.activations.checkpointing import Recomputation
+from lightning_par.engine.experts.token_dispatch import sorts_tokens
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.pipeline.schedules import SCHEDULES
+from lightning_par.engine.pipeline.stage import matching_modules
 from lightning_par.errors import ConfigurationError, LightningParError, MeshError
 from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
@@ -430,8 +432,11 @@ class LayoutChooser:
     def _pieces(self) -> int:
         """Micro-batches of a batch under a pipeline; 0: any number."""
         given = self.options.num_microbatches
-        # Losses that balance experts are none of parts of a batch.
-        alone = 1 if self._plan.experts or self._plan.replica_sums else 0
+        # Losses that balance experts are none of parts of a batch; models of transformers that
+        # have such a loss are refused by their plan.
+        experts = matching_modules(self.module, self._plan.experts).values()
+        balances = self._plan.replica_sums or not all(map(sorts_tokens, experts))
+        alone = 1 if balances else 0
         return alone if given == "auto" else given
 
     @property
