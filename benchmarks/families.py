@@ -83,6 +83,8 @@ def small(config: Any) -> Any:
                 setattr(config, name, type(value)(size) if value is not None else size)
     if hasattr(config, "kv_lora_rank"):  # latents, of which every head makes its own keys
         config.num_key_value_heads = config.num_attention_heads
+    if getattr(config, "mlp_only_layers", None):  # of two layers, one has experts
+        config.mlp_only_layers = [0]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
         kinds = list(dict.fromkeys(getattr(config, name, None) or ()))
         if kinds:

@@ -185,7 +185,8 @@ class ParallelPlan:
         batch: Where labels and sequence dims are.
         experts: FQN patterns of modules whose parameters have one entry per expert in dim 0, and
             whose ``compute(rows, counts, beside)`` maps rows sorted by expert, which padding may
-            follow where `expert_max_rows` is given.
+            follow where `expert_max_rows` is given. Or they have ``num_experts``, and take tokens,
+            the experts of each and the weights of these, as experts of transformers do.
         replica_sums: FQN patterns of modules whose output, a tensor without a gradient, is summed
             over the replicas in training.
         checkpointable: FQN patterns of parts whose activations may be recomputed.

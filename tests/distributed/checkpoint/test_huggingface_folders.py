@@ -28,6 +28,7 @@ ZERO = {
     "data_parallel_size": 2,
     "zero_stage": 3,
 }
+EXPERTS = {**ZERO, "expert_parallel_size": 2, "zero_stage": 1}
 
 
 def fit(module: Any, family: str, **options: Any) -> pl.Trainer:
@@ -82,6 +83,7 @@ def _default_dtype() -> Any:
 
 CASES = [
     ("mixtral", SIZES),
+    ("mixtral", EXPERTS),
     pytest.param("llama tied", SIZES, marks=pytest.mark.exhaustive),
     pytest.param("qwen3", SIZES, marks=pytest.mark.exhaustive),
     pytest.param("gpt2", SIZES, marks=pytest.mark.exhaustive),

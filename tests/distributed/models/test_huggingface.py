@@ -54,6 +54,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_EXPERTS = {"data_parallel_size": 2, "expert_parallel_size": 2, "zero_stage": 1}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {**LAYOUTS["dp2 zero3"], **_EXPERTS},
+    "ep2 tp2": {**LAYOUTS["tp2"], **_EXPERTS},
+    "ep2 pp2": {**LAYOUTS["pp2"], **_EXPERTS},
+    "ep2 dp4 zero3": {**LAYOUTS["dp2 zero3"], "data_parallel_size": 4, "expert_parallel_size": 2},
+}
+
 
 def train(
     strategy: Any,
@@ -125,7 +133,7 @@ def one_process(family: str, on_meta: bool, size: int, explicit: bool) -> Result
 def assert_equal(
     family: str, name: str, *, on_meta: bool = False, explicit: bool = False, by_name: bool = False
 ) -> list[Result]:
-    options = dict(LAYOUTS[name])
+    options = dict({**LAYOUTS, **EXPERT_LAYOUTS}[name])
     replicas = options.get("data_parallel_size", 1)
     if family == "mixtral aux":
         options["num_microbatches"] = 1  # the auxiliary loss is one of the whole micro-batch
@@ -163,7 +171,8 @@ def assert_as_planned(family: str, results: list[Result], options: dict[str, Any
     module = HFModule(family)
     plan = find_plan(module)
     assert plan is not None
-    axes = {"tensor": "tensor", "pipeline": "pipeline", "data_shard": "data", "context": "context"}
+    axes = {name: name for name in ("tensor", "pipeline", "context", "expert")}
+    axes["data_shard"] = "data"
     sizes = ParallelSizes(**{a: options.get(f"{n}_parallel_size", 1) for a, n in axes.items()})
     owners = tuple(range(sizes.pipeline))
     layout = check_plan(module, plan, sizes)
@@ -228,6 +237,15 @@ def test_family_on_divided_sequences_equals_one_process(
 ) -> None:
     """Padded at the end; causal labels are shifted before they are divided, or given so."""
     assert_equal(family, name, explicit=explicit)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("ep2", marks=pytest.mark.exhaustive), "ep2 tp2", "ep2 pp2", "ep2 dp4 zero3"],
+)
+def test_divided_experts_equal_one_process(name: str) -> None:
+    """Each rank holds what the plan says, so experts are divided by all axes."""
+    assert_equal("mixtral", name)
 
 
 def test_labels_given_by_name_are_shifted_before_they_are_divided() -> None:

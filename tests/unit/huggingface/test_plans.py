@@ -12,6 +12,7 @@ from torch import nn
 import lightning_par.huggingface
 from lightning_par.engine.batch import count_valid, sequence_entries, shift_labels
 from lightning_par.engine.context.apply import check_context
+from lightning_par.engine.experts.apply import check_experts
 from lightning_par.errors import PlanError
 from lightning_par.huggingface import derive_plan
 from lightning_par.inference.lookup import find_plan
@@ -206,6 +207,19 @@ def test_heads_have_to_divide_although_rows_do() -> None:
     assert "model.model" not in text
     assert "model.layers.0.self_attn (and 2 others) has num_key_value_heads=2, not" in text
     assert "Use tensor_parallel_size=1 or 2" in text
+
+
+def test_experts_are_named_and_a_weight_that_they_share_is_refused() -> None:
+    model, sizes = FAMILIES["mixtral"](), ParallelSizes(data_shard=2, expert=2, tensor=2)
+    resolved = check_plan(model, derive_plan(model), sizes)
+    assert resolved.plan.experts == ("model.layers.*.mlp.experts",)
+    check_experts(model, resolved, sizes)
+    wide = ParallelSizes(data_shard=4, expert=4, tensor=2)
+    with pytest.raises(PlanError, match=r"4 experts in dim 0, not divisible by 8. Use .*=1 or 2"):
+        check_experts(model, resolved, wide)
+    model.model.layers[0].mlp.experts.norm = nn.LayerNorm(24)
+    with pytest.raises(PlanError, match=r"experts.norm.weight is one weight for all experts"):
+        check_experts(model, resolved, sizes)
 
 
 WITHOUT_TRANSFORMERS = """
