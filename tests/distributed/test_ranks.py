@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._ops import utils as sharding_ops
 
 from tests.support.exhaustive import some
+from tests.support.ranks import api
 from tests.support.ranks.api import RankError, ranks, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +195,11 @@ def test_environment_variables_reach_the_ranks_and_look_like_torchrun(rank, worl
 
 def test_run_ranks_gives_the_value_of_every_rank():
     assert run_ranks(add_up, 3, 1, 2, factor=10) == [33.0] * 3
+
+
+def test_ranks_that_answer_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(api.time, "sleep", None)
+    assert run_ranks(add_up, 2, 1) == [2.0, 2.0]
 
 
 def test_ranks_are_kept_between_calls_and_fresh_ones_are_not():

@@ -342,7 +342,8 @@ def _collect(members, timeout):
             replies[rank] = _receive(connection)
             if replies[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + _GRACE)
-    _show_stacks([(members.pids[rank], members.logs[rank]) for rank in pending.values()])
+    if pending:
+        _show_stacks([(members.pids[rank], members.logs[rank]) for rank in pending.values()])
     return replies
 
 
