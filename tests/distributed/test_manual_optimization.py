@@ -21,8 +21,8 @@ EVERY_BATCH = {"max_steps": 8}
 
 
 @CASES.add(
-    equal="zero0 zero2 zero3 zero1tp2",
-    large="tp2 zero1",
+    equal="tp2 zero2",
+    large="zero0 zero1 zero3 zero1tp2",
     refused={"pp2": NO_PIPELINE},
     trainer=EVERY_BATCH,
 )
@@ -30,7 +30,7 @@ def adversarial_networks() -> Any:
     return Gan(), vectors()
 
 
-@CASES.add(equal="tp2 zero1 zero3", trainer=EVERY_BATCH)
+@CASES.add(equal="tp2 zero3", large="zero1", trainer=EVERY_BATCH)
 def all_backwards_before_all_steps() -> Any:
     class Module(Gan):
         def training_step(self, real: Tensor, batch_idx: int) -> None:
@@ -49,7 +49,7 @@ def all_backwards_before_all_steps() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero1 zero3", trainer=EVERY_BATCH)
+@CASES.add(equal="tp2 zero3", large="zero1", trainer=EVERY_BATCH)
 def closures_frozen_networks_and_weights_changed_by_hand() -> Any:
     class Module(Gan):
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def closures_frozen_networks_and_weights_changed_by_hand() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero1 zero3", trainer={"max_steps": 7})
+@CASES.add(equal="tp2 zero3", large="zero1", trainer={"max_steps": 7})
 def critic_of_every_second_batch_and_one_schedule() -> Any:
     class Module(Gan):
         def training_step(self, real: Tensor, batch_idx: int) -> None:
@@ -113,7 +113,7 @@ def critic_of_every_second_batch_and_one_schedule() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero1 zero3", trainer=EVERY_BATCH)
+@CASES.add(equal="tp2 zero3", large="zero1", trainer=EVERY_BATCH)
 def penalty_of_gradients() -> Any:
     class Module(Gan):
         def training_step(self, real: Tensor, batch_idx: int) -> None:
@@ -137,7 +137,7 @@ def penalty_of_gradients() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero1 zero3", trainer=EVERY_BATCH)
+@CASES.add(equal="tp2 zero3", large="zero1", trainer=EVERY_BATCH)
 def weight_read_as_an_attribute() -> Any:
     class Module(Gan):
         def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Texts(ToyModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
 
 
-@CASES.add(equal="tp2 cp2 zero0 zero1 zero3", large="zero1tp2", tolerance=1e-7)
+@CASES.add(equal="tp2 cp2 zero3", large="zero0 zero1 zero1tp2", tolerance=1e-7)
 def accumulation_by_hand() -> Any:
     return Texts(), ToyData(32)
 

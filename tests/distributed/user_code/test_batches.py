@@ -56,7 +56,7 @@ def per_sample(module: PlainModule, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none").mean(1)
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="pp2 zero3", large="tp2")
 def data_class() -> Any:
     class Module(PlainModule):
         batch = BatchLayout(sequence_dims={"tokens": 1, "labels": 1}, labels="labels")
@@ -137,7 +137,8 @@ class GraphModule(LightningModule):
 
 
 @CASES.add(
-    equal="tp2 pp2_one_microbatch zero1 zero3",
+    equal="tp2 pp2_one_microbatch",
+    large="zero1 zero3",
     refused={"pp2": r"all 8 samples .* by a number \(graphs, boxes\), use num_microbatches=1\."},
 )
 def graphs_whose_nodes_name_their_graph() -> Any:
@@ -224,7 +225,7 @@ class OfTransformers(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2 zero1", tolerance=1e-6)
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2 zero1", tolerance=1e-6)
 def tokens_and_labels_of_a_causal_model() -> Any:
     return OfTransformers(classifies=False), [(x, x) for x, _ in token_pairs()]
 

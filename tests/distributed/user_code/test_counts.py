@@ -154,7 +154,7 @@ def labels_of_one_number_in_a_list_of_samples() -> Any:
     return Module(), samples, list
 
 
-@CASES.add(equal="tp2 pp2 zero1", large="zero3")
+@CASES.add(equal="tp2 pp2", large="zero1 zero3")
 def words_in_a_sparse_tensor() -> Any:
     class Module(Undeclared):
         def loss(self, batch: Any) -> Tensor:

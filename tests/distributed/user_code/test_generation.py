@@ -158,7 +158,9 @@ def alone(family: str) -> dict[str, Any]:
     ("family", "layout"),
     [
         *((family, layout) for family in ("t5", "gpt") for layout in ("tp2", "pp2")),
-        *(("llama", layout) for layout in ("cp2", "zero3", "tp2pp2", "zero1pp2")),
+        *(("llama", layout) for layout in ("cp2", "zero3", "tp2pp2")),
+        # Replicas as in zero3, stages as in tp2pp2.
+        pytest.param("llama", "zero1pp2", marks=pytest.mark.exhaustive),
         # The parts of tp2pp2.
         *(pytest.param("llama", layout, marks=pytest.mark.exhaustive) for layout in ("tp2", "pp2")),
         pytest.param("llama", "zero1", marks=pytest.mark.exhaustive),  # zero3, without the gathers

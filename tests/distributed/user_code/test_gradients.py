@@ -37,12 +37,12 @@ def clipped_by_torch() -> Any:
     return hooked(lambda m: clip(m.parameters(), 0.05), "configure_gradient_clipping")
 
 
-@CASES.add(equal="tp2 pp2 zero0")
+@CASES.add(equal="tp2 pp2", large="zero0")
 def clipped_after_the_backward_by_the_largest() -> Any:
     return hooked(lambda m: clip(m.parameters(), 1e-3, norm_type=float("inf")), "on_after_backward")
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="pp2 zero3", large="tp2")
 def each_parameter_clipped() -> Any:
     def act(module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -60,7 +60,7 @@ def each_block_clipped() -> Any:
     return hooked(act)
 
 
-@CASES.add(equal="tp2 pp2 zero1", large="tp2pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero1 tp2pp2 zero3")
 def zeroed_every_second_step() -> Any:
     class Module(PlainModule):
         lr = 0.1
@@ -108,7 +108,9 @@ def with_backward_hooks(name: str) -> Any:
     return module, token_pairs()
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": "block 1 is the last block of a pipeline stage"})
+@CASES.add(
+    equal="zero3", large="tp2", refused={"pp2": "block 1 is the last block of a pipeline stage"}
+)
 def backward_hooks_of_blocks() -> Any:
     return with_backward_hooks("1")
 
@@ -133,7 +135,7 @@ def each_linear_layer_clipped() -> Any:
     return hooked(act)
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def scaled_to_a_norm_of_one() -> Any:
     def act(module: nn.Module) -> None:
         norm = get_total_norm(grads(module))
@@ -143,7 +145,7 @@ def scaled_to_a_norm_of_one() -> Any:
     return hooked(act)
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2")
 def norm_logged_by_lightning() -> Any:
     class Module(PlainModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -164,7 +166,7 @@ def scale_by_hand(module: nn.Module) -> None:
         grad.mul_(0.05 / norm)
 
 
-@CASES.add(equal="tp2 zero3 pp2", large="tp2pp2")
+@CASES.add(equal="tp2 pp2", large="zero3 tp2pp2")
 def norm_over_all_by_hand() -> Any:
     return hooked(scale_by_hand)
 
@@ -199,7 +201,7 @@ def clip_units(module: nn.Module) -> None:
         p.grad.detach().copy_(torch.where(now < most, grad, clipped))
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="zero1 tp2pp2")
+@CASES.add(equal="pp2 zero3", large="tp2 zero1 tp2pp2")
 def each_row_clipped_by_the_norm_of_its_weight() -> Any:
     return hooked(clip_units, "on_after_backward")
 
@@ -209,7 +211,7 @@ def each_row_clipped_where_gradients_are_clipped() -> Any:
     return hooked(clip_units, "configure_gradient_clipping")
 
 
-@CASES.add(equal="tp2 pp2 zero1")
+@CASES.add(equal="tp2 pp2", large="zero1")
 def signs_of_gradients() -> Any:
     def act(module: nn.Module) -> None:
         for grad in grads(module):
@@ -218,7 +220,7 @@ def signs_of_gradients() -> Any:
     return hooked(act, "on_after_backward")
 
 
-@CASES.add(equal="tp2 pp2 zero3 zero2_offload")
+@CASES.add(equal="pp2 zero3 zero2_offload", large="tp2")
 def noise_on_gradients() -> Any:
     def act(module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -228,7 +230,7 @@ def noise_on_gradients() -> Any:
     return hooked(act)
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def noise_of_a_generator_of_each_parameter() -> Any:
     """What the refusal offers."""
 
@@ -242,7 +244,7 @@ def noise_of_a_generator_of_each_parameter() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="pp2 zero3", large="tp2")
 def noise_of_the_optimizer() -> Any:
     """Langevin dynamics."""
 
@@ -266,7 +268,7 @@ def entries_clipped() -> Any:
     return hooked(lambda m: clip_grad_value_(m.parameters(), 1e-3))
 
 
-@CASES.add(equal="pp2 tp2 zero3")
+@CASES.add(equal="pp2 tp2", large="zero3")
 def centralized_gradients() -> Any:
     def act(module: nn.Module) -> None:
         for grad in grads(module):
@@ -312,12 +314,12 @@ class _Decay(Callback):
             parameter.grad.add_(parameter.detach(), alpha=0.02)
 
 
-@CASES.add(equal="pp2 tp2 zero3", trainer=lambda: {"callbacks": [_Decay()]})
+@CASES.add(equal="pp2 zero3", large="tp2", trainer=lambda: {"callbacks": [_Decay()]})
 def penalty_as_a_gradient() -> Any:
     return PlainModule(), token_pairs()
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def norms_from_the_strategy() -> Any:
     """What the refusals offer, next to what one process computes."""
 

@@ -177,7 +177,7 @@ def buffers_of_all_blocks_are_changed_after_a_step() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="pp2 zero3", large="tp2")
 def weights_of_a_part_are_loaded_before_the_run() -> Any:
     """The proof begins with them, although the hook runs on its one process, too."""
 
@@ -294,7 +294,7 @@ def _initialized(go: Callable[[nn.Module], Iterable[nn.Parameter]]) -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="pp2 zero1tp2 zero3")
+@CASES.add(equal="pp2 zero1tp2", large="zero3")
 def weights_of_each_linear_layer_are_drawn_again() -> Any:
     return _initialized(lambda net: [m.weight for m in net.modules() if isinstance(m, nn.Linear)])
 

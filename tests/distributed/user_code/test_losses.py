@@ -177,7 +177,8 @@ def in_batch_negatives() -> Any:
 
 
 @CASES.add(
-    equal="zero3 zero0 pp2_one_microbatch",
+    equal="zero0 pp2_one_microbatch",
+    large="zero3",
     refused={"pp2": "(?s)neither the mean.*write:\n  - If samples.*and use one micro-batch"},
 )
 def in_batch_negatives_gathered() -> Any:

@@ -135,7 +135,7 @@ class TwoKinds(OwnStep):
             p.sub_(whitened(p.grad) * 0.01 if p.ndim == 2 else p.grad, alpha=lr)
 
 
-@CASES.add(equal="pp2 zero0 zero3")
+@CASES.add(equal="pp2 zero0", large="zero3")
 def across_weights_of_another_layout() -> Any:
     """As channels_last has: what stages send each other lies in memory in another order."""
 

@@ -31,12 +31,12 @@ def penalized(term: Callable[[PlainModule], Any], scale: float = 1e-2) -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 zero0 zero1 zero3", refused={"pp2 tp2pp2": ELSEWHERE})
+@CASES.add(equal="zero3", large="tp2 zero0 zero1", refused={"pp2 tp2pp2": ELSEWHERE})
 def sum_of_squares() -> Any:
     return penalized(lambda m: sum(p.pow(2).sum() for p in m.parameters()))
 
 
-@CASES.add(equal="tp2 tp2_whole_sequence zero3", refused={"pp2": ELSEWHERE})
+@CASES.add(equal="tp2", large="tp2_whole_sequence zero3", refused={"pp2": ELSEWHERE})
 def absolute_values_of_named_weights() -> Any:
     def term(module: nn.Module) -> Any:
         return sum(p.abs().mean() for n, p in module.named_parameters() if n.endswith("weight"))
@@ -44,7 +44,7 @@ def absolute_values_of_named_weights() -> Any:
     return penalized(term)
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": ELSEWHERE})
+@CASES.add(equal="zero3", large="tp2", refused={"pp2": ELSEWHERE})
 def norm_of_all_weights_in_one() -> Any:
     return penalized(lambda m: torch.cat([p.flatten() for p in m.parameters()]).norm())
 
@@ -190,12 +190,12 @@ def a_temperature_without_dims_and_complex_weights() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
+@CASES.add(equal="tp2 pp2", large="zero3 tp2pp2")
 def penalty_of_the_head() -> Any:
     return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="pp2 zero3", large="tp2")
 def noise_on_the_weight_of_the_head() -> Any:
     class Module(PlainModule):
         def loss(self, batch: Any) -> Tensor:
@@ -205,12 +205,12 @@ def noise_on_the_weight_of_the_head() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": ELSEWHERE})
+@CASES.add(equal="tp2", large="zero3", refused={"pp2": ELSEWHERE})
 def penalty_of_the_embedding() -> Any:
     return penalized(lambda m: m.net.emb.weight.pow(2).mean(), 1.0)
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": "step reads weight of net.blocks.2.mlp.up"})
+@CASES.add(equal="zero3", large="tp2", refused={"pp2": "step reads weight of net.blocks.2.mlp.up"})
 def columns_kept_orthogonal() -> Any:
     def term(module: Any) -> Any:
         weights = [b.mlp.up.weight for b in module.net.blocks]
@@ -220,7 +220,9 @@ def columns_kept_orthogonal() -> Any:
     return penalized(term)
 
 
-@CASES.add(equal="tp2 zero1", refused={"pp2": r"reads weight of net.blocks.2.*modules\(\)"})
+@CASES.add(
+    equal="tp2", large="zero1", refused={"pp2": r"reads weight of net.blocks.2.*modules\(\)"}
+)
 def spectral_norms_of_linear_layers() -> Any:
     def term(module: nn.Module) -> Any:
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
@@ -237,7 +239,7 @@ class Penalized(PlainModule):
         return loss
 
 
-@CASES.add(equal="tp2 zero1 zero3", refused={"pp2": ELSEWHERE})
+@CASES.add(equal="zero3", large="tp2 zero1", refused={"pp2": ELSEWHERE})
 def penalty_before_the_model_runs() -> Any:
     return Penalized(), token_pairs()
 
@@ -251,7 +253,7 @@ def penalty_of_parameters_on_the_host() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def loss_times_a_norm() -> Any:
     class Module(PlainModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -399,7 +401,7 @@ def weights_that_late_steps_replace() -> Any:
     return Module(), token_pairs(64)
 
 
-@CASES.add(equal="tp2 zero3 zero1tp2", strategy={"sequence_parallel": False})
+@CASES.add(equal="tp2 zero3", large="zero1tp2", strategy={"sequence_parallel": False})
 def teacher_with_a_plan() -> Any:
     class Module(Student):
         def parallel_plan(self) -> ParallelPlan:

@@ -110,7 +110,7 @@ def weights_read_by_the_module_around() -> Any:
 DRAWS = random.Random()
 
 
-@CASES.add(equal="tp2 zero1 pp2_one_microbatch")
+@CASES.add(equal="zero1 pp2_one_microbatch", large="tp2")
 def a_generator_beside_the_module() -> Any:
     class Module(PlainModule):
         def loss(self, batch: Any) -> Any:
@@ -177,7 +177,9 @@ def a_forward_in_a_hook() -> Any:
 
 
 @CASES.add(
-    equal="tp2 pp2_one_microbatch zero3", refused={"pp2": "fails when it gets . of the . samples"}
+    equal="tp2 pp2_one_microbatch",
+    large="zero3",
+    refused={"pp2": "fails when it gets . of the . samples"},
 )
 def a_count_of_samples_in_the_batch() -> Any:
     class Module(PlainModule):

@@ -25,7 +25,7 @@ def hooked(act: Callable[[Any], None], hook: str) -> Any:
     return type("Module", (PlainModule,), {hook: run})(), token_pairs()
 
 
-@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2 zero1tp2")
+@CASES.add(equal="zero3 pp2", large="tp2 zero1 tp2pp2 zero1tp2")
 def slices_of_gradients() -> Any:
     def act(net: Any) -> None:
         emb, up = net.emb.weight.grad, net.blocks[1].mlp.up.weight.grad
@@ -45,7 +45,7 @@ def slices_of_gradients() -> Any:
     return hooked(act, "on_after_backward")
 
 
-@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2")
+@CASES.add(equal="tp2 pp2", large="zero3 zero1 tp2pp2")
 def masks_and_rows_of_gradients_before_the_step() -> Any:
     def act(net: Any) -> None:
         emb = net.emb.weight.grad
@@ -57,7 +57,7 @@ def masks_and_rows_of_gradients_before_the_step() -> Any:
     return hooked(act, "on_before_optimizer_step")
 
 
-@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2 zero2_offload")
+@CASES.add(equal="zero3 pp2", large="tp2 zero1 tp2pp2 zero2_offload")
 def rows_of_weights() -> Any:
     def act(net: Any) -> None:
         emb, up = net.emb.weight, net.blocks[1].mlp.up.weight
@@ -75,7 +75,7 @@ def rows_of_weights() -> Any:
     return hooked(act, "on_train_batch_end")
 
 
-@CASES.add(equal="tp2 zero3 pp2")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def rows_of_gradients_within_the_update() -> Any:
     class Module(PlainModule):
         def optimizer_step(self, epoch: int, i: int, optimizer: Any, closure: Any = None) -> None:
@@ -89,7 +89,7 @@ def rows_of_gradients_within_the_update() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 zero3 pp2", large="zero1 tp2pp2")
+@CASES.add(equal="zero3 pp2", large="tp2 zero1 tp2pp2")
 def rows_of_weights_in_hooks_of_the_optimizer() -> Any:
     class Module(PlainModule):
         def configure_optimizers(self) -> Any:

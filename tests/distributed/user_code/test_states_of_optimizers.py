@@ -179,7 +179,7 @@ class Bare(torch.optim.Optimizer):
         return loss
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def without_the_constructor_of_torch() -> Any:
     class Module(PlainModule):
         def configure_optimizers(self) -> Any:

@@ -60,7 +60,7 @@ def validation_without_the_model() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 pp2 zero3")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def a_generator_that_the_module_keeps() -> Any:
     class Module(Classifier):
         def __init__(self) -> None:
@@ -110,7 +110,7 @@ def a_step_that_leaves_marks_around_the_module() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero1 pp2")
+@CASES.add(equal="zero1 pp2", large="tp2")
 def a_stop_that_the_step_asks_for() -> Any:
     """The look at the step as in the last one of the run does not stop the run."""
 
@@ -124,7 +124,7 @@ def a_stop_that_the_step_asks_for() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero3 pp2")
+@CASES.add(equal="tp2 pp2", large="zero3")
 def a_norm_that_iterates_when_the_weight_is_read() -> Any:
     return Classifier(layers(spectral_norm(nn.Linear(16, 32)))), vectors()
 
@@ -158,7 +158,9 @@ def sharpness_by_hand_in_manual_optimization() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": r"asks for gradients by itself.* explain LP411\]"})
+@CASES.add(
+    equal="zero3", large="tp2", refused={"pp2": r"asks for gradients by itself.* explain LP411\]"}
+)
 def penalty_on_the_gradient_of_the_input() -> Any:
     class Module(Classifier):
         def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -237,7 +239,7 @@ def an_embedding_of_limited_norm() -> Any:
     return Planless(net), token_pairs()
 
 
-@CASES.add(equal="tp2 pp2 zero1", large="zero3")
+@CASES.add(equal="tp2 pp2", large="zero1 zero3")
 def an_average_that_the_module_keeps() -> Any:
     class Module(Planless):
         def __init__(self, net: nn.Module) -> None:
@@ -311,7 +313,7 @@ def checkpoint_inside_of_a_block_of_two_stages() -> Any:
     return checkpointed()
 
 
-@CASES.add(equal="tp2 pp2 zero1")
+@CASES.add(equal="pp2 zero1", large="tp2")
 def objects_of_a_class_of_a_function() -> Any:
     class Pair:
         def __init__(self, tokens: Tensor, labels: Tensor) -> None:
@@ -409,7 +411,8 @@ class StepsSchedule(PlainModule):
 
 
 @CASES.add(
-    equal="tp2 zero1 pp2_one_microbatch",
+    equal="tp2 pp2_one_microbatch",
+    large="zero1",
     refused={"pp2": r"(?s)sets .*'lr'\] to a different value.*num_microbatches=1"},
     strategy={"verify": False},
 )

@@ -30,8 +30,8 @@ class Unfreezing(BaseFinetuning):
 
 
 @CASES.add(
-    equal="tp2 pp2 zero3",
-    large="tp2pp2",
+    equal="pp2 zero3",
+    large="tp2 tp2pp2",
     trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
 )
 def blocks_that_are_unfrozen_later() -> Any:
@@ -91,8 +91,8 @@ class Refrozen(PlainModule):
 
 
 @CASES.add(
-    equal="tp2 pp2 zero3",
-    large="tp2pp2 pp2_interleaved zero1 zero2 zero1pp2",
+    equal="tp2 pp2",
+    large="zero3 tp2pp2 pp2_interleaved zero1 zero2 zero1pp2",
     trainer=lambda: {
         "callbacks": [Backbone()],
         "limit_train_batches": 2,
@@ -144,7 +144,7 @@ class LikeAdapters(FrozenInTurns):
                 parameter.requires_grad_(flag)
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2 zero1 pp2_interleaved")
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2 zero1 pp2_interleaved")
 def blocks_that_a_step_freezes_in_turns() -> Any:
     return FrozenInTurns(), token_pairs()
 
@@ -163,7 +163,7 @@ class FrozenFromThen(PlainModule):
         return super().training_step(batch, batch_idx)
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="zero1 tp2pp2")
+@CASES.add(equal="tp2 pp2", large="zero3 zero1 tp2pp2")
 def a_head_that_a_step_freezes_for_good() -> Any:
     return FrozenFromThen(), token_pairs()
 

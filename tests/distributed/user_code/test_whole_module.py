@@ -225,7 +225,7 @@ class Shadow(nn.Module):
             parameter.data.copy_(shadows[name.replace(".", "")].data)
 
 
-@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2 zero1")
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2 zero1")
 def averages_in_buffers_of_a_module_that_a_hook_calls() -> Any:
     class Module(PlainModule):
         def __init__(self) -> None:
