@@ -42,10 +42,13 @@ ELSEWHERE = {
 
 
 class Scaled(PlainNet):
-    """Has buffers in all blocks."""
+    """Has buffers in all blocks, of which there is one for each of two stages: every tensor is read
+    in every hook.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        del self.blocks[2:]
         for number, block in enumerate(self.blocks):
             block.register_buffer("scale", torch.linspace(0, number + 1, 32))
         self.register_buffer("count", torch.ones(3))
