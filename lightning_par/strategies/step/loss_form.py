@@ -31,7 +31,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from torch import Tensor
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, LossRule
 
-__all__ = ["Confirmed", "FormWatch", "choices_of", "form_of", "sides_of", "takes_all"]
+__all__ = ["Confirmed", "FormWatch", "LossGraph", "choices_of", "form_of", "sides_of", "takes_all"]
 
 _NODES = 32
 """Operations of the graph that are read, from the loss on."""
@@ -72,70 +72,76 @@ _SELECTIONS = ("IndexBackward", "MaskedSelectBackward")
 """Operations that choose samples."""
 
 
-def form_of(loss: Tensor, samples: int, *, reads_factors: bool = False) -> Hashable:
+class LossGraph(NamedTuple):
+    """The last operations that made a loss; None where there is no graph.
+
+    Attributes:
+        nodes: From the loss on, also those of the model.
+        own: Those up to the last layers of the model.
+    """
+
+    nodes: list[Any]
+    own: list[Any]
+
+    @classmethod
+    def of(cls, loss: Tensor) -> "LossGraph":
+        """Walk the graph of a loss, which has one."""
+        found = cls([], [])
+        queue = deque([(loss.grad_fn, True)])
+        while queue and len(found.own) < _NODES:
+            node: Any
+            node, is_own = queue.popleft()
+            if is_own:
+                found.own.append(node)
+            is_last = len(found.nodes) == _NODES
+            if not is_last:
+                found.nodes.append(node)
+            if node is not None:
+                is_own = is_own and not _is_layer(node.name())
+                if is_own or not is_last:
+                    queue.extend((parent, is_own) for parent, _ in node.next_functions)
+        return found
+
+
+def form_of(graph: LossGraph, samples: int, *, reads_factors: bool = False) -> tuple[Hashable, ...]:
     """Return the last operations that made a loss, as a value to compare.
 
     Args:
-        loss: With a graph.
+        graph: Of the loss.
         samples: Their number; a mean over them, or their tokens, has a multiple of entries.
         reads_factors: Whether to tell factors that are 0 from others. What checkpointing recomputes
             would be recomputed for that.
     """
-    return tuple(_operations(loss, samples, reads_factors))
-
-
-def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Hashable]:
-    for node in _nodes(loss):
+    form = list[Hashable]()
+    for node in graph.nodes:
         # No graph behind this input, as behind a constant: it is part of the form, too.
         if node is None:
-            yield None
+            form.append(None)
             continue
         name = node.name()
-        yield name
+        form.append(name)
         if name == "MulBackward0" and reads_factors:
-            yield any(_is_zero(_saved(node, factor)) for factor in ("self", "other"))
+            form.append(any(_is_zero(_saved(node, factor)) for factor in ("self", "other")))
         # torch.add(loss, term, alpha=weight): a weight of 0 that a schedule raises later.
         elif name in ("AddBackward0", "SubBackward0"):
-            yield _saved(node, "alpha") == 0
+            form.append(_saved(node, "alpha") == 0)
         elif name == "MeanBackward0":
-            yield _saved(node, "self_sym_numel") % samples == 0
+            form.append(_saved(node, "self_sym_numel") % samples == 0)
         elif name.startswith("NllLoss"):
-            yield _saved(node, "reduction"), _saved(node, "ignore_index")
-
-
-def _nodes(loss: Tensor, *, of_model: bool = True) -> Iterator[Any]:
-    """Yield the last operations that made a loss; None where there is no graph.
-
-    Args:
-        loss: With a graph.
-        of_model: Whether also those behind the last layers of the model.
-    """
-    queue = deque([loss.grad_fn])
-    for _ in range(_NODES):
-        if not queue:
-            return
-        node: Any = queue.popleft()
-        yield node
-        # Of torch's own operations the names end in a number.
-        if node is not None and (of_model or not _is_layer(node.name())):
-            queue.extend(parent for parent, _ in node.next_functions)
+            form.append((_saved(node, "reduction"), _saved(node, "ignore_index")))
+    return tuple(form)
 
 
 def _is_layer(name: str) -> bool:
     return not name[-1].isdigit() or any(part in name for part in _LAYERS)
 
 
-def sides_of(loss: Tensor) -> tuple[Hashable, ...]:
-    """Return on which side of each bend a loss is, see Note [Form of a loss]; empty: it has none.
+def sides_of(graph: LossGraph) -> Iterator[Hashable]:
+    """Yield on which side of each bend a loss is, see Note [Form of a loss]; none: it has no bend.
 
-    Args:
-        loss: With a graph. The host waits for the device, if there is a bend.
+    The host waits for the device, if there is one.
     """
-    return tuple(_sides(loss))
-
-
-def _sides(loss: Tensor) -> Iterator[Hashable]:
-    for node in filter(None, _nodes(loss)):
+    for node in filter(None, graph.nodes):
         name = node.name().rstrip("0123456789")
         if name in _BENDS:
             value, other = (_saved(node, key) for key in _BENDS[name])
@@ -156,15 +162,11 @@ def _sides(loss: Tensor) -> Iterator[Hashable]:
                 )
 
 
-def choices_of(loss: Tensor) -> list[tuple[str, Tensor | int]]:
-    """Return what may choose samples in a loss: the masks by which it weighs them, and numbers by
+def choices_of(graph: LossGraph) -> Iterator[tuple[str, Tensor | int]]:
+    """Yield what may choose samples in a loss: the masks by which it weighs them, and numbers by
     which it divides. Each with the name of its operation.
     """
-    return list(_choices(loss))
-
-
-def _choices(loss: Tensor) -> Iterator[tuple[str, Tensor | int]]:
-    for node in filter(None, _nodes(loss, of_model=False)):
+    for node in filter(None, graph.own):
         name = node.name().rstrip("0123456789")
         if name == "DivBackward":
             divisor = _kept(node, "other")
@@ -181,14 +183,14 @@ def _choices(loss: Tensor) -> Iterator[tuple[str, Tensor | int]]:
                 yield name, mask
 
 
-def takes_all(loss: Tensor, samples: int) -> bool:
+def takes_all(graph: LossGraph, samples: int) -> bool:
     """Return whether a loss chooses the first of its samples by top-k, but takes all there are.
 
     Args:
-        loss: With a graph.
+        graph: Of the loss.
         samples: Their number.
     """
-    for node in filter(None, _nodes(loss, of_model=False)):
+    for node in filter(None, graph.own):
         if node.name().startswith("TopkBackward"):
             sizes, chosen = _saved(node, "self_sym_sizes"), _kept(node, "indices")
             # Of more dims, the last one, as a rule, which is of classes.
@@ -197,15 +199,15 @@ def takes_all(loss: Tensor, samples: int) -> bool:
     return False
 
 
-def _means_over(loss: Tensor, *, of_labels: bool) -> Iterator[Tensor | int]:
+def _means_over(graph: LossGraph, *, of_labels: bool) -> Iterator[Tensor | int]:
     """Yield the numbers over which a loss is a mean, as far as its last operations hold them; those
     `of_labels` are those of cross-entropies alone.
     """
-    for node in filter(None, _nodes(loss)):
+    for node in filter(None, graph.nodes):
         name = node.name()
         if name.startswith("NllLoss") and _saved(node, "reduction") == 1:
             yield _saved(node, "total_weight")
-            if node is loss.grad_fn:  # it is all of the loss
+            if node is graph.nodes[0]:  # it is all of the loss
                 return
         elif name == "DivBackward0" and not of_labels:
             divisor = _saved(node, "other")
@@ -270,17 +272,17 @@ class _Choices:
         self._first = dict[tuple[str, ...], list[tuple[Tensor | int | None, Tensor | int]]]()
         self._learns = tuple[str, ...]()
 
-    def see(self, loss: Tensor, samples: int, weight: Tensor | int) -> None:
+    def see(self, graph: LossGraph, samples: int, weight: Tensor | int) -> None:
         """Compare a part of a batch.
 
         Args:
-            loss: Of it.
+            graph: Of its loss.
             samples: Their number.
             weight: What it weighs.
         """
         if self.looks > _CHOICES:
             return
-        found = choices_of(loss)
+        found = list(choices_of(graph))
         names = tuple(name for name, _ in found)
         if not found or (names not in self._first and len(self._first) >= _FORMS):
             return
@@ -385,25 +387,26 @@ class FormWatch:
         # The host waits for the device, in the rare batch with a part in which nothing counts.
         if self.has_to_stay and weights is not None and index in weights.zero and not weights.fills:
             self.loses |= 0 < abs(float(loss.detach())) < math.inf
+        graph = LossGraph.of(loss)
         confirms = self.confirms if self._has_values else None
         fills = weights is not None and weights.fills  # a repeated sample, which counts nowhere
         if confirms and weights is not None and weights.counts is not None and not fills:
-            self._confirm(confirms, loss, weights.counts[index])
+            self._confirm(confirms, graph, weights.counts[index])
         if not index:
-            self._see_form(loss, samples)
+            self._see_form(graph, samples)
         if self.watches and (not index or self._sides):
-            self._see_side(loss)
+            self._see_side(graph)
         # What a rule was seen to make of the batch is confirmed above; a part in which nothing
         # counts has no mask or divisor to compare.
         is_made = confirms is not None and not confirms.of_labels
         is_told = not fills and not is_made and not (weights and index in weights.zero)
         if self.has_to_stay and self.watches and is_told:
             said = None if weights is None else weights.counts
-            self._choices.see(loss, samples, samples if said is None else said[index])
-            self._takes_all |= takes_all(loss, samples)
+            self._choices.see(graph, samples, samples if said is None else said[index])
+            self._takes_all |= takes_all(graph, samples)
 
-    def _confirm(self, confirmed: Confirmed, loss: Tensor, said: Tensor) -> None:
-        means = list(_means_over(loss, of_labels=confirmed.of_labels))
+    def _confirm(self, confirmed: Confirmed, graph: LossGraph, said: Tensor) -> None:
+        means = list(_means_over(graph, of_labels=confirmed.of_labels))
         if not means:
             return
         if not confirmed.ratios:  # learned from the first step, for which the host waits
@@ -452,19 +455,19 @@ class FormWatch:
         self._is_other = self._differs = None
         self._sides = set()
 
-    def _see_form(self, loss: Tensor, samples: int) -> None:
+    def _see_form(self, graph: LossGraph, samples: int) -> None:
         # Forms that follow the data never settle; each new one costs a look at the step.
         if not self.watches or len(self._known) > _FORMS:
             return
-        form = form_of(loss, samples, reads_factors=self.reads_factors)
+        form = form_of(graph, samples, reads_factors=self.reads_factors)
         if form in self._known:
             return
         # The first form is the one that the first look has seen.
         self.is_new |= bool(self._known)
         self._known.add(form)
 
-    def _see_side(self, loss: Tensor) -> None:
-        if side := sides_of(loss):
+    def _see_side(self, graph: LossGraph) -> None:
+        if side := tuple(sides_of(graph)):
             self._sides.add(side)
             self.is_new |= side != self._side
 

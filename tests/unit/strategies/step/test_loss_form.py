@@ -11,6 +11,7 @@ from lightning_par.strategies.step.loss_form import (
     choices_of,
     form_of,
     FormWatch,
+    LossGraph,
     sides_of,
     takes_all,
 )
@@ -24,7 +25,10 @@ def losses(seed: int, samples: int = 4) -> Tensor:
 
 
 def test_other_numbers_and_sizes_have_the_same_form() -> None:
-    forms = {form_of(losses(seed, n).mean() * 0.3, n) for seed, n in ((0, 4), (1, 4), (2, 3))}
+    forms = {
+        form_of(LossGraph.of(losses(seed, n).mean() * 0.3), n)
+        for seed, n in ((0, 4), (1, 4), (2, 3))
+    }
     assert len(forms) == 1
 
 
@@ -40,12 +44,14 @@ def test_other_numbers_and_sizes_have_the_same_form() -> None:
     ],
 )
 def test_another_way_to_join_samples_is_another_form(loss) -> None:
-    assert form_of(loss(losses(0)), 4) != form_of(losses(0).mean(), 4)
+    assert form_of(LossGraph.of(loss(losses(0))), 4) != form_of(LossGraph.of(losses(0).mean()), 4)
 
 
 def test_a_factor_of_zero_is_another_form_than_any_other_factor() -> None:
     made = {
-        factor: form_of(losses(0).mean() + factor * losses(0).max(), 4, reads_factors=True)
+        factor: form_of(
+            LossGraph.of(losses(0).mean() + factor * losses(0).max()), 4, reads_factors=True
+        )
         for factor in (0.0, 0.5, 1.0)
     }
     assert made[0.0] != made[0.5] == made[1.0]
@@ -78,7 +84,7 @@ def test_a_factor_of_zero_is_another_form_than_any_other_factor() -> None:
 def test_sides_of_numbers(loss, low, high) -> None:
     for value, wanted in ((0.1, low), (3.0, high)):
         samples = torch.full((4,), value, requires_grad=True)
-        assert list(sides_of(loss(samples))) == wanted
+        assert list(sides_of(LossGraph.of(loss(samples)))) == wanted
 
 
 @pytest.mark.parametrize(
@@ -94,15 +100,17 @@ def test_sides_of_numbers(loss, low, high) -> None:
     ],
 )
 def test_what_may_choose_samples(loss, names) -> None:
-    assert [name for name, _ in choices_of(loss(losses(0)))] == names
+    assert [name for name, _ in choices_of(LossGraph.of(loss(losses(0))))] == names
 
 
 def test_top_k_of_a_part_that_has_no_more_samples() -> None:
     values = torch.rand(4, requires_grad=True)
-    taken = [takes_all(values[:n].topk(min(3, n)).values.mean(), n) for n in (1, 2, 3, 4)]
+    taken = [
+        takes_all(LossGraph.of(values[:n].topk(min(3, n)).values.mean()), n) for n in (1, 2, 3, 4)
+    ]
     assert taken == [True, True, True, False]
     classes = torch.rand(1, 3, requires_grad=True)
-    assert not takes_all(classes.topk(3).values.mean(), 1)
+    assert not takes_all(LossGraph.of(classes.topk(3).values.mean()), 1)
 
 
 def chosen(values: list[float], least: float) -> Tensor:
@@ -180,9 +188,9 @@ def test_what_a_checkpoint_would_compute_anew_is_not_read() -> None:
         mask = torch.tensor([1.0, 1.0, step % 2])
         count = mask.sum()
         loss = sum(checkpoint(chunk, each, mask, use_reentrant=False) for _ in range(2)) / count
-        assert [name for name, _ in choices_of(loss)] == ["DivBackward"]
+        assert [name for name, _ in choices_of(LossGraph.of(loss))] == ["DivBackward"]
         marks(form, loss)
-        assert not takes_all(loss, 3)
+        assert not takes_all(LossGraph.of(loss), 3)
     assert len(runs) == 6
 
 
