@@ -10,6 +10,7 @@ from typing import Any, TYPE_CHECKING
 
 from lightning_par.commands import FitArguments, PathName, quick_imports
 from lightning_par.errors import ConfigurationError
+from lightning_par.profiling.post_mortem import in_words
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -141,9 +142,10 @@ def _overrides(num_nodes: int, devices: int) -> list[str]:
 
 def _describe(found: "Rehearsal") -> Iterator[str]:
     yield f"{found.place}: {found.parameters:,} parameters"
-    yield f"  peak of a step {_size(found.peak)}, of the set-up {_size(found.setup_peak)}"
+    peak, setup = in_words(found.peak, 3), in_words(found.setup_peak, 3)
+    yield f"  peak of a step {peak}, of the set-up {setup}"
     for kind, size in sorted(found.memory.items(), key=lambda item: -item[1]):
-        yield f"    {kind:<22}{_size(size):>14}"
+        yield f"    {kind:<22}{in_words(size, 3):>14}"
     yield f"  {'axis':<16}{'operation':<16}{'calls':>8}{'sent in a step':>20}"
     for e in found.volume:
         yield f"  {_axis(e.axis):<16}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B"
@@ -154,15 +156,8 @@ def _describe(found: "Rehearsal") -> Iterator[str]:
         yield f"    and {len(found.collectives) - _SHOWN} more (--json has them)"
     yield (
         f"  rehearsed in {found.seconds:.1f} s of processor time and "
-        f"{_size(found.host_bytes)} of host memory"
+        f"{in_words(found.host_bytes, 3)} of host memory"
     )
-
-
-def _size(size: int) -> str:
-    """Return bytes in the largest unit of which there is one, to three places."""
-    units = ("B", "KiB", "MiB", "GiB")
-    power = min(len(units) - 1, max(0, size.bit_length() - 1) // 10)
-    return f"{size / 2 ** (10 * power):.{3 if power else 0}f} {units[power]}"
 
 
 def _axis(name: str) -> str:

@@ -89,12 +89,12 @@ class PostMortem:
             yield f"  after step {step}, at {seconds:.1f} s: {in_words(held)} held"
 
 
-def in_words(size: float) -> str:
-    """Return bytes as people read them, such as ``1.5 GiB``."""
+def in_words(size: float, places: int = 1) -> str:
+    """Return bytes as people read them, such as ``1.5 GiB``, with so many decimal places."""
     power = 0
     while abs(size) >= 1024 and power < len(_UNITS) - 1:
         size, power = size / 1024, power + 1
-    return f"{size:.1f} {_UNITS[power]}" if power else f"{size:.0f} B"
+    return f"{size:.{places}f} {_UNITS[power]}" if power else f"{size:.0f} B"
 
 
 def _rows(sizes: Mapping[str, float]) -> str:
