@@ -19,6 +19,7 @@ __all__ = [
     "ParallelSizes",
     "Size",
     "fit_sizes",
+    "is_count",
 ]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -55,7 +56,7 @@ class ParallelSizes:
     expert: int = 1
 
     def __post_init__(self) -> None:
-        bad = {n: s for n, s in vars(self).items() if not _is_size(s)}
+        bad = {n: s for n, s in vars(self).items() if not is_count(s)}
         raise_problems(
             MeshError,
             "LP101",
@@ -155,8 +156,9 @@ class ParallelSizes:
         return " x ".join(f"{axis} {size}" for axis, size in named if size > 1) or "1 device"
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: object, least: int = 1) -> bool:
+    """Return whether a value is an integer of at least so much."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _divisors(number: int) -> str:
@@ -252,7 +254,7 @@ def _check_values(given: Mapping[str, Size], zero_stage: int) -> None:
     problems = [
         f"{name}={value!r} must be a whole number of 1 or more, or 'auto'."
         for name, value in given.items()
-        if value != "auto" and not _is_size(value)
+        if value != "auto" and not is_count(value)
     ]
     if zero_stage not in (0, 1, 2, 3):
         problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")

@@ -23,7 +23,7 @@ from lightning_par.engine.pipeline.schedules import build_schedule, place_stages
 from lightning_par.errors import ConfigurationError, either, MeshError, Problem, raise_problems
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.layouts import divisors
-from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
+from lightning_par.sizes import AutoRule, fit_sizes, is_count, ParallelSizes, Size
 
 __all__ = ["CHECKPOINT_FORMATS", "MeshOptions"]
 
@@ -164,7 +164,7 @@ class MeshOptions:
             problems.append(("LP401", f"schedule={schedule!r} must be {valid}{hint}"))
         if virtual == "auto":
             return problems
-        if not _is_count(virtual) or virtual == 1:
+        if not is_count(virtual) or virtual == 1:
             problems.append(
                 f"virtual_pipeline_size={virtual!r} must be a whole number of 2 or more, or 'auto'."
             )
@@ -177,17 +177,17 @@ class MeshOptions:
 
     def _count_problems(self) -> list[str]:
         problems, count, blocks = [], self.num_microbatches, self.stage_blocks
-        if self.expert_max_rows is not None and not _is_count(self.expert_max_rows):
+        if self.expert_max_rows is not None and not is_count(self.expert_max_rows):
             problems.append(
                 f"expert_max_rows={self.expert_max_rows!r} must be a whole number of 1 or more, "
                 "or None."
             )
-        if count != "auto" and not _is_count(count):
+        if count != "auto" and not is_count(count):
             problems.append(
                 f"num_microbatches={count!r} must be a whole number of 1 or more, or 'auto'."
             )
         listed = isinstance(blocks, Sequence) and not isinstance(blocks, str)
-        if blocks is not None and not (listed and all(map(_is_count, blocks))):
+        if blocks is not None and not (listed and all(map(is_count, blocks))):
             problems.append(
                 f"stage_blocks={blocks!r} must be a list with the number of blocks of each stage, "
                 "such as [3, 4, 5]. Each number has to be 1 or more."
@@ -300,7 +300,3 @@ def _read_context_options(options: Any) -> ContextOptions:
     )
     read.check()
     return read
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

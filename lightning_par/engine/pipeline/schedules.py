@@ -19,7 +19,7 @@ from lightning_par.engine.pipeline.actions import (
     Schedule,
 )
 from lightning_par.engine.pipeline.simulator import validate_schedule
-from lightning_par.engine.pipeline.zero_bubble import zb_h1, zb_h2, zbv
+from lightning_par.engine.pipeline.zero_bubble import check_counts, zb_h1, zb_h2, zbv
 from lightning_par.errors import either, raise_problems, ScheduleError
 
 __all__ = [
@@ -58,7 +58,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         Huang et al. 2019, "GPipe", section 2.3. Ours takes the backwards in the order of the
         forwards, as torch's `ScheduleGPipe` does, not in reverse; the bubble is the same.
     """
-    _check_counts("gpipe", num_ranks, num_microbatches)
+    check_counts("gpipe", num_ranks, num_microbatches)
     rows = [
         [Action(s, kind, i) for kind in (_F, _B) for i in range(num_microbatches)]
         for s in range(num_ranks)
@@ -86,7 +86,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
         Megatron-LM", section 2.2.1 (PipeDream-Flush).
     """
-    _check_counts("1f1b", num_ranks, num_microbatches)
+    check_counts("1f1b", num_ranks, num_microbatches)
     rows = []
     for s in range(num_ranks):
         forwards = [Action(s, _F, i) for i in range(num_microbatches)]
@@ -114,7 +114,7 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
         schedule of the next multiple and leaves out the micro-batches that are not there.
     """
     p, v = num_ranks, stages_per_rank
-    _check_counts("interleaved", p, num_microbatches)
+    check_counts("interleaved", p, num_microbatches)
     if v < 2:
         raise ScheduleError(
             "LP402",
@@ -380,8 +380,3 @@ def _one_stage_per_rank(
         actions=tuple(map(tuple, rows)),
         rank_of_stage=tuple(range(len(rows))),
     )
-
-
-def _check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
-    problems = count_problems(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    raise_problems(ScheduleError, "LP402", problems)

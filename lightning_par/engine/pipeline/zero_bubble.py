@@ -14,7 +14,7 @@ from collections import Counter
 from lightning_par.engine.pipeline.actions import Action, ActionKind, count_problems, Schedule
 from lightning_par.errors import raise_problems, ScheduleError
 
-__all__ = ["zb_h1", "zb_h2", "zbv"]
+__all__ = ["check_counts", "zb_h1", "zb_h2", "zbv"]
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
@@ -91,7 +91,7 @@ def _handcrafted(
     """Order stage s: `warm_up` (p - 1 - s) + 1 forwards, then I and F in turn; W stays `delay` s
     micro-batches behind I.
     """
-    _check_counts(name, num_ranks, num_microbatches)
+    check_counts(name, num_ranks, num_microbatches)
     rows = []
     for stage in range(num_ranks):
         row = _Row((stage,), num_microbatches)
@@ -129,7 +129,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: p or m is less than 1.
     """
-    _check_counts("zbv", num_ranks, num_microbatches)
+    check_counts("zbv", num_ranks, num_microbatches)
     stages = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
     # The order below needs 2 p micro-batches; with fewer, those that are not there are left out.
     enough = max(num_microbatches, 2 * num_ranks)
@@ -170,6 +170,7 @@ def _v_row(rank: int, p: int, m: int) -> list[Action]:
     return row.actions
 
 
-def _check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
+def check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Raise if a schedule of this name cannot have such numbers."""
     problems = count_problems(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     raise_problems(ScheduleError, "LP402", problems)

@@ -54,8 +54,10 @@ def _plain(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any
     return call(*args, **kwargs)
 
 
-def _colwise_alone(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    """Make the input whole along T, without a container that does it for several."""
+def _gather_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+    """Make the input whole along T: of a container of colwise and rowwise modules, or of one that
+    has no container.
+    """
     args, kwargs = on_first_tensor(ctx.enter, (args, kwargs))
     return call(*args, **kwargs)
 
@@ -127,12 +129,6 @@ def _vocab_head(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs
     return VocabShardedLogits.wrap(logits, size, ctx.group)
 
 
-def _gather_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    """Run a container of colwise and rowwise modules on its whole input."""
-    args, kwargs = on_first_tensor(ctx.enter, (args, kwargs))
-    return call(*args, **kwargs)
-
-
 def _split_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Run the module on all T tokens and keep this rank's T/tp of the output."""
     out = call(*args, **kwargs)
@@ -176,7 +172,7 @@ def _replicated_inside(
 
 
 STYLE_FUNCTIONS: Mapping[TensorStyle, Style] = {
-    "colwise_alone": _colwise_alone,
+    "colwise_alone": _gather_sequence,
     "colwise_gather_output": _colwise_gather_output,
     "expert_shards": expert_shards,
     "experts": _experts,

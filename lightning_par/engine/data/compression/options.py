@@ -8,7 +8,7 @@ import torch
 
 from lightning_par.engine.option_fields import read_fields
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.sizes import ParallelSizes
+from lightning_par.sizes import is_count, ParallelSizes
 
 __all__ = ["GradientCompression", "check_compression", "read_compression"]
 
@@ -48,14 +48,14 @@ class GradientCompression:
                 f"gradient_compression={self.method!r} must be "
                 f"{either([repr(m) for m in _METHODS])}."
             )
-        if not _is_whole(self.rank, 1):
+        if not is_count(self.rank):
             problems.append(f"rank={self.rank!r} must be a whole number of 1 or more.")
         number = isinstance(self.density, int | float) and not isinstance(self.density, bool)
         if not number or not 0 < self.density <= 1:
             problems.append(
                 f"density={self.density!r} must be a number of more than 0 and at most 1."
             )
-        if not _is_whole(self.start_step, 0):
+        if not is_count(self.start_step, 0):
             problems.append(f"start_step={self.start_step!r} must be a whole number of 0 or more.")
         raise_problems(ConfigurationError, "LP902", problems)
 
@@ -71,10 +71,6 @@ class GradientCompression:
         wide = max(4, dtype.itemsize)
         each = {"topk": wide, "int8": wide * (1 + 1 / replicas), "powersgd": wide}
         return round(entries * each.get(self.method, 0))
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def read_compression(

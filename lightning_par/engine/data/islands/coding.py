@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_par.dtensor import Box
+from lightning_par.dtensor import Box, narrowed
 from lightning_par.engine.data.islands.options import Quantization
 
-__all__ = ["Coded", "coded_length", "cut", "decode", "encode", "whole_box"]
+__all__ = ["Coded", "coded_length", "decode", "encode", "whole_box"]
 
 _BLOCK = 256
 _LARGEST = {"int8": 127, "int4": 7}
@@ -47,7 +47,7 @@ class Coded:
     def pack(self, box: Box) -> bytes:
         """Return the bytes of a box of the tensor."""
         # Of the box's entries, in order; scales only of the blocks that it touches.
-        codes = cut(self.codes, box).contiguous().view(-1)
+        codes = narrowed(self.codes, box).contiguous().view(-1)
         scales = self.scales
         if self.kind in _LARGEST:
             scales = scales[_blocks(box, tuple(self.codes.shape))[0]]
@@ -120,13 +120,6 @@ def decode(
         # In the order in which `pack` paired them: low half first.
         codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:entries].view(torch.int8) - 7
     return _scale(kind, codes.view(torch.int8).view(box.shape), scales, box, shape, dtype)
-
-
-def cut(tensor: Tensor, box: Box) -> Tensor:
-    """Return a view of a box of a tensor."""
-    for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        tensor = tensor.narrow(dim, low, size)
-    return tensor
 
 
 def whole_box(name: str, shape: Shape) -> Box:

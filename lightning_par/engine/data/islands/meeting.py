@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.dtensor import narrowed
 from lightning_par.engine.data.islands.channel import Answer, MessageError
-from lightning_par.engine.data.islands.coding import cut
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.regions import Hello, number, read_regions, Region
 from lightning_par.engine.data.islands.weights import load_weights, SharedWeights
@@ -250,7 +250,7 @@ class Meeting:
         for region, values in boxes:
             empty = torch.zeros(region.shape, dtype=values.dtype)
             # Boxes of several ranks make a whole tensor; they are checked to fill it.
-            cut(tensors.setdefault(region.name, empty), region.box).copy_(values)
+            narrowed(tensors.setdefault(region.name, empty), region.box).copy_(values)
             given[region.name] += values.numel()
         missing = [name for name, tensor in tensors.items() if given[name] != tensor.numel()]
         if missing:

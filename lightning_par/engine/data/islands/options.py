@@ -7,6 +7,7 @@ from typing import Any, get_args, Literal
 
 from lightning_par.engine.option_fields import read_fields
 from lightning_par.errors import ConfigurationError, either, raise_problems
+from lightning_par.sizes import is_count
 
 __all__ = ["Outer", "read_outer"]
 
@@ -76,7 +77,7 @@ class Outer:
     def __post_init__(self) -> None:
         problems = []
         for name, least in (("every", 1), ("fragments", 1), ("overlap", 0), ("min_islands", 1)):
-            if not _is_whole(getattr(self, name), least):
+            if not is_count(getattr(self, name), least):
                 problems.append(
                     f"{name}={getattr(self, name)!r} must be a whole number of {least} or more."
                 )
@@ -140,7 +141,7 @@ class Outer:
                 "island= and islands= must be passed together, as in island=0, islands=4."
             )
         elif self.island is not None and not (
-            _is_whole(self.island, 0) and _is_whole(self.islands, self.island + 1)
+            is_count(self.island, 0) and is_count(self.islands, self.island + 1)
         ):
             problems.append(
                 f"island={self.island!r} with islands={self.islands!r}: islands= must be a number, "
@@ -162,10 +163,6 @@ def read_outer(chosen: Outer | Mapping[str, Any] | None) -> Outer | None:
     if chosen is None or isinstance(chosen, Outer):
         return chosen
     return read_fields(Outer, chosen, "outer")
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_number(value: object) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_par.checkpoint.storage import replacing, sync_files
-from lightning_par.dtensor import Box
-from lightning_par.engine.data.islands.coding import Coded, cut, encode
+from lightning_par.dtensor import Box, narrowed
+from lightning_par.engine.data.islands.coding import Coded, encode
 from lightning_par.engine.data.islands.options import Outer
 
 __all__ = ["Fragment", "Movement", "SharedWeights", "balance", "load_weights"]
@@ -106,7 +106,7 @@ class SharedWeights:
         for weight, boxes in movements:
             for box, values in boxes:
                 # Weighted as it comes, without a whole copy for each island.
-                cut(means[box.name], box).add_(values, alpha=weight)
+                narrowed(means[box.name], box).add_(values, alpha=weight)
         seen = [_look(boxes, means) for _, boxes in movements]
         for name, mean in means.items():
             # Parameters without a gradient are passed over: only this fragment makes a step.
@@ -208,7 +208,7 @@ def load_weights(folder: Path) -> SharedWeights | None:
 def _look(boxes: Sequence[tuple[Box, Tensor]], means: Mapping[str, Tensor]) -> Movement:
     norm = math.hypot(*(float(values.norm()) for _, values in boxes))
     mean = math.hypot(*(float(value.norm()) for value in means.values()))
-    product = sum(float((values * cut(means[box.name], box)).sum()) for box, values in boxes)
+    product = sum(float((values * narrowed(means[box.name], box)).sum()) for box, values in boxes)
     # Cosine; a movement of length 0 has none.
     return Movement(norm, product / (norm * mean) if norm and mean else 0.0)
 
