@@ -1,6 +1,5 @@
 """A whole tensor that stands for bytes in files until somebody looks at them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,9 +44,7 @@ class UnreadTensor(Tensor):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SEEN_WITHOUT_READING:
             seen = super().__torch_function__

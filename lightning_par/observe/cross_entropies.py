@@ -102,11 +102,7 @@ class LookAtLosses(TorchFunctionMode):
         return self
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if self._sharpens and function in _LOGITS and args and type(args[0]) is Tensor:

@@ -65,9 +65,7 @@ class FlopCounter(TorchDispatchMode):
         self.model = 0
         self.recomputed = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and add its FLOPs."""
         options = kwargs or {}
         # Formulas are by packet, `aten.mm`, of all overloads.

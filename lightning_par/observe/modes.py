@@ -2,7 +2,6 @@
 and no dropout.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +34,7 @@ class DoublePrecision(TorchFunctionMode):
         torch.float64
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Keep the dtype where the first argument is float64."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
@@ -100,13 +93,7 @@ class WithoutDropout(TorchFunctionMode):
         super().__init__()
         self.calls = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function without dropout."""
         options = dict(kwargs or {})
         if func in _DROPOUTS:

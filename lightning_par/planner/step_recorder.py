@@ -4,7 +4,7 @@ Length: every kind of operator adds to the same part, and asks for the same regi
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -500,9 +500,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._recorder, self._original = recorder, original
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if func is self._original and not self._recorder.attends:
             return self.call(*args, **options)

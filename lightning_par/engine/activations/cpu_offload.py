@@ -114,9 +114,7 @@ class _Keep(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.keeps, self.kept = keeps, kept
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.keeps(func, args):
             # In the order of the calls of one operator, which a recomputation repeats.
@@ -141,9 +139,7 @@ class _Give(TorchDispatchMode):
         self.given.clear()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.keeps(func, args):
             return func(*args, **(kwargs or {}))
         index = self.given[func]

@@ -233,9 +233,7 @@ class _SkippedInits(TorchFunctionMode):
         # What `tensor.is_meta` arrives as in `__torch_function__`.
         self._asks_meta = inspect.getattr_static(Tensor, "is_meta").__get__
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if result is True and func == self._asks_meta:
             frame = sys._getframe(1)

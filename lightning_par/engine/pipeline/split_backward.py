@@ -12,7 +12,7 @@ the forward did; so the linear maps inside of it compute all their gradients at 
 `F.linear`, so that no layer has to be written for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -127,9 +127,7 @@ class _CatchLinear(TorchFunctionMode):
         # The hooks that are there when the block begins; a checkpoint inside pushes others.
         self._gradients, self._hooks = gradients, saved_tensor_hooks()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Those of a checkpoint, if its function has begun since the block did.
         is_inside = func is F.linear and saved_tensor_hooks() != self._hooks

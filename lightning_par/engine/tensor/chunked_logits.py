@@ -317,9 +317,7 @@ class _CatchLinear(TorchFunctionMode):
         super().__init__()
         self._options = options
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return _linear_logits(*args, **{**(kwargs or {}), "options": self._options})
         return func(*args, **(kwargs or {}))

@@ -247,13 +247,7 @@ class VocabShardedLogits(Tensor):
         return _answer_from_shard(func, self, rest, kwargs)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from the shard where that is exact, else gather first."""
         kwargs = dict(kwargs or {})
         if not args and isinstance(kwargs.get("input"), VocabShardedLogits):
@@ -271,13 +265,7 @@ class VocabShardedLogits(Tensor):
         return func(*plain[0], **plain[1])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gather first; only code that disabled torch functions on purpose comes here."""
         plain = tree_map(_gathered, (tuple(args), dict(kwargs or {})))
         return func(*plain[0], **plain[1])

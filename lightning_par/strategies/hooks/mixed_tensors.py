@@ -165,9 +165,7 @@ def data_of_shards() -> AbstractContextManager[None]:
 class MixedTensors(TorchFunctionMode):
     """Lets a hook mix plain tensors and DTensors, and write to slices of DTensors."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function; what DTensor computes by itself is left to it."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

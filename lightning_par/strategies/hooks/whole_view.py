@@ -341,9 +341,7 @@ class WholeView(TorchFunctionMode):
                 found[name] = self.stand_for(about, stage)
         return found
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function on every rank that has its values; see Note [Whole view]."""
         kwargs = dict(kwargs or {})
         if asks_innermost(func):

@@ -135,9 +135,7 @@ class AbsentParameter(Tensor):
         return f"AbsentParameter({self.fqn})"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse a function that needs a value; if stages have to agree, any value stands in."""
         kwargs = kwargs or {}
         if func in _FREEZES:

@@ -155,14 +155,13 @@ class WholeDraws(TorchFunctionMode):
         else:
             self._plan = max(self._draws, self._plan, key=len)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, for the whole batch if it draws."""
-        handler = _HANDLERS.get(func)
+        handler, kwargs = _HANDLERS.get(func), kwargs or {}
         if handler is None or is_own_draw():
-            return func(*args, **(kwargs or {}))
-        return handler(self, func, args, kwargs or {})
+            return func(*args, **kwargs)
+        self._note_generator(kwargs.get("generator"))
+        return handler(self, func, args, kwargs)
 
     def choose(self, func: Any, shape: Sequence[int], *, is_dropout: bool = False) -> _Cut | None:
         """Return where the shape of a draw holds the samples, if they are some of a batch.
@@ -279,9 +278,8 @@ class WholeDraws(TorchFunctionMode):
         return value.index_select(cut.dim, _entries(samples, cut.factor))
 
     # A generator of the user's is no part of the random state that `StepRandom` keeps.
-    def note_generator(self, kwargs: Mapping[str, Any]) -> None:
+    def _note_generator(self, generator: torch.Generator | None) -> None:
         """Remember where a generator that is handed to a draw began."""
-        generator = kwargs.get("generator")
         if generator is not None and not self._replays:
             self.drew = True
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
@@ -319,7 +317,6 @@ def _size_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[in
 
 
 def _factory(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mode.note_generator(kwargs)
     shape = _size_of(func, args, kwargs)
     if shape is None:  # torch.normal of tensors
         return _pointwise(mode, func, args, kwargs)
@@ -343,7 +340,6 @@ def _factory(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 def _permutation(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mode.note_generator(kwargs)
     count = args[0] if args else kwargs["n"]
     if mode.choose(func, (count,)) is not None:  # one dim: never that of tokens
         mode.refuse(
@@ -355,7 +351,6 @@ def _permutation(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
 
 
 def _like(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mode.note_generator(kwargs)
     tensor, *rest = args if args else [kwargs.pop("input")]
     cut, real = mode.choose(func, tensor.shape), mode.real(tensor)
     if cut is not None:
@@ -367,7 +362,6 @@ def _like(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _in_place(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mode.note_generator(kwargs)
     tensor, *rest = args
     cut, shape = mode.choose(func, tensor.shape), tensor.shape
     if cut is None and not tensor.is_meta:
@@ -387,7 +381,6 @@ def _in_place(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str
 
 
 def _pointwise(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mode.note_generator(kwargs)
     values = [*args, *kwargs.values()]
     # Broadcasting: the largest operand has the shape of the result.
     tensor = max((v for v in values if isinstance(v, Tensor)), key=Tensor.numel)
@@ -443,7 +436,6 @@ def _opaque(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mode.note_generator(kwargs)
     tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     if mode.choose(func, tensor.shape) is not None:
         mode.refuse(

@@ -1,6 +1,6 @@
 """What a block keeps and recomputes: the same gradients, and counted bytes and operations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -37,9 +37,7 @@ class Live(TorchDispatchMode):
         self.apart = {tensor.untyped_storage()._cdata for tensor in apart}
         self.seen: list[tuple[StorageWeakRef, int]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         known = self.apart | {ref.cdata for ref, _ in self.seen if not ref.expired()}
         for tensor in tree_leaves(out):
@@ -231,7 +229,7 @@ def test_chosen_operations_are_not_run_again() -> None:
             self.names: list[str] = []
 
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             self.names.append(str(func.overloadpacket))
             return func(*args, **(kwargs or {}))
