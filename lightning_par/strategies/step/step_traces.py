@@ -240,13 +240,7 @@ def adjust_logs(
     original = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        options = _without_samples(name, value, options, weights)
-        # Joined first: a value with a weight of its own leaves nothing for `_weighted` to scale.
-        own, value = value, _joined(module, value, options, weights, samples)
-        if value is own or weights is None or not weights.fills:
-            value, options = _weighted(name, value, options, weights)
-        else:  # the mean for the step, and nothing in that for an epoch
-            options = {**options, "batch_size": 0}
+        value, options = _of_global_batch(module, name, value, options, weights, samples)
         original(name, value, *args, **options)
 
     with nullcontext() if weights is None and not samples else _shadow_log(module, log):
@@ -298,15 +292,25 @@ def _joined(
     return (total / count).to(kind)
 
 
-def _weighted(
-    name: str, value: Any, options: dict[str, Any], weights: BatchWeights | None
+def _of_global_batch(
+    module: pl.LightningModule,
+    name: str,
+    value: Any,
+    options: dict[str, Any],
+    weights: BatchWeights | None,
+    samples: int,
 ) -> tuple[Any, dict[str, Any]]:
     """Scale a value by the weight of this replica, if Lightning averages it over the replicas.
 
     A call with its own ``batch_size`` already says how its value weighs, unless that is the number
     of samples, see `_without_samples`.
     """
+    options = _without_samples(name, value, options, weights)
+    # Joined first: a value with a weight of its own leaves nothing to scale.
+    own, value = value, _joined(module, value, options, weights, samples)
     if weights is not None and not isinstance(value, Metric):
+        if weights.fills and value is not own:
+            return value, {**options, "batch_size": 0}  # in a step, but nothing in an epoch
         # It repeats a sample of another replica: what it logs must not move the mean.
         if weights.fills:
             name = reduction_name(options.get("reduce_fx", "mean"))
@@ -317,11 +321,8 @@ def _weighted(
     is_sum = weights is not None and name in weights.sums
     # The user's batch_size is the weight of the value; a second one would count twice.
     explicit = options.get("batch_size") is not None and not is_sum
-    if weights is None or weights.samples is None or not mean or explicit:
-        return value, options
-    if not options.get("sync_dist"):
-        return value, options
-    if isinstance(value, Metric):
+    is_averaged = mean and not explicit and options.get("sync_dist")
+    if weights is None or weights.samples is None or isinstance(value, Metric) or not is_averaged:
         return value, options
     value = torch.as_tensor(value, device=weights.total.device)
     value = value if value.is_floating_point() else value.float()
@@ -489,9 +490,8 @@ def replay_logs(
                 set_last_batch_value(metric, call.value)
                 module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
                 continue
-            options = _without_samples(call.name, call.value, call.options, weights)
-            value = _joined(module, call.value, options, weights, batch_size)
-            value, options = _weighted(call.name, value, options, weights)
+            given = call.name, call.value, call.options, weights, batch_size
+            value, options = _of_global_batch(module, *given)
             options = {"batch_size": batch_size, **options}
             if isinstance(value, Tensor):
                 # As Lightning keeps them: in float32, or in float64.
