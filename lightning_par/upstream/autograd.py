@@ -1,12 +1,12 @@
 """The engine of autograd, and the gradient scaler."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.amp import GradScaler
 
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
@@ -35,8 +35,7 @@ def saved_tensor_hooks() -> Any:
     return _saved_tensor_hooks(False)
 
 
-@contextmanager
-def backward_inside(mode: AbstractContextManager[Any]) -> Iterator[None]:
+def backward_inside(mode: AbstractContextManager[Any]) -> AbstractContextManager[None]:
     """Inside, what a backward calls, as recomputed forwards, sees a `TorchFunctionMode`.
 
     ``backward`` is itself a function that the mode gets, with the mode put aside; the engine takes
@@ -50,13 +49,7 @@ def backward_inside(mode: AbstractContextManager[Any]) -> Iterator[None]:
         with mode:
             return _RUN_BACKWARD(*args, **kwargs)
 
-    # Read here and not above: another such context may be open around this one.
-    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
+    return replaced(torch.autograd, "_engine_run_backward", run)
 
 
 class OverridableGradScaler(GradScaler):

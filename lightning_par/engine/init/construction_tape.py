@@ -11,8 +11,8 @@ seeded by its number on the tape, so that all of them see the same values. Neith
 else a rank makes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.errors import PlanError
 from lightning_par.upstream.dispatch import item_operator, operator_schema, TorchDispatchMode
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import storage_key
 
@@ -123,14 +124,9 @@ class ConstructionTape(TorchDispatchMode):
         self._count = 0
         self._paused = False
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Run operations without recording them."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return replaced(self, "_paused", True)
 
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether the tape has met the storage of `tensor`."""
@@ -225,9 +221,7 @@ class ConstructionTape(TorchDispatchMode):
                 self._writers.setdefault(buffer, []).append(len(self.entries))
             self.entries.append(entry)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, on meta if a meta tensor takes part, and record it."""
         kwargs = kwargs or {}
         if self._paused:

@@ -14,7 +14,7 @@ happens on every stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.engine.pipeline.stage import StageExit
 from lightning_par.engine.tensor_tree import children, TreeBroadcast
 from lightning_par.errors import PipelineError
+from lightning_par.upstream.functions import replaced
 
 __all__ = ["ModelCalls"]
 
@@ -49,14 +50,9 @@ class ModelCalls:
         self._schedule = forward_only(rank_of_stage, 1)
         self._count, self.in_step = 0, False
 
-    @contextmanager
-    def one_by_one(self, is_on: bool = True) -> Iterator[None]:
+    def one_by_one(self, is_on: bool = True) -> AbstractContextManager[None]:
         """Surrounds a step all of which runs on every stage, or what is inside of one call."""
-        before, self.in_step = self.in_step, is_on
-        try:
-            yield
-        finally:
-            self.in_step = before
+        return replaced(self, "in_step", is_on)
 
     def run(
         self,

@@ -1,15 +1,15 @@
 """Finds a hook that combines gradients of several parameters, which a pipeline stage cannot do."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.observe.watchers import tensors_in
 from lightning_par.strategies.step.absent_parameter import user_line
+from lightning_par.upstream.functions import replaced
 
 __all__ = ["AcrossParameters"]
 
@@ -40,18 +40,11 @@ class AcrossParameters(TorchFunctionMode):
             if parameter.grad is not None:
                 self._stems[id(parameter.grad)] = parameter.grad, fqn
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Inside, nothing is looked at."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return replaced(self, "_paused", True)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Follow an operation."""
         kwargs = kwargs or {}
         if self._paused:
@@ -60,8 +53,7 @@ class AcrossParameters(TorchFunctionMode):
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
         # As in `torch._foreach_norm(grads)`.
         if getattr(func, "__name__", "").startswith("_foreach_") and lists:
-            with self.paused():
-                out = func(*args, **kwargs)
+            out = func(*args, **kwargs)
             for number, result in enumerate(out or ()):
                 inputs = [one[number] for one in lists if number < len(one)]
                 self._remember(result, self._stem(inputs))
@@ -84,7 +76,7 @@ class AcrossParameters(TorchFunctionMode):
 
     def _stem(self, inputs: Any) -> str | None:
         found: str | None = None
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             stem = self._stems.get(id(tensor), (None, None))[1]
             if stem is not None and found is not None and stem != found:
                 self._refuse(found, stem)
@@ -98,14 +90,3 @@ class AcrossParameters(TorchFunctionMode):
             "every stage has gradients of its own parameters only, so the result would cover only "
             f"a part of the model. {self._cure}",
         )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)

@@ -29,6 +29,7 @@ from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.replaced_parameters import check_membership
 from lightning_par.upstream.dtensor import sharded_like
+from lightning_par.upstream.functions import replaced
 
 __all__ = [
     "adopt_optimizers",
@@ -70,11 +71,8 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
         original(self, params, defaults)
         self.register_load_state_dict_pre_hook(cut_to_stage)
 
-    Optimizer.__init__ = init  # type: ignore[method-assign]
-    try:
+    with replaced(Optimizer, "__init__", init):
         yield
-    finally:
-        Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
 def _members(group: Any) -> list[Any]:

@@ -4,8 +4,8 @@ Note [Weight 0]: the mean over no valid entry is NaN, and so is NaN times 0. Wha
 therefore left out, whatever its value.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.errors import PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.upstream.functions import replaced
 
 __all__ = [
     "MEAN_OVER_SAMPLES",
@@ -307,15 +308,10 @@ class BatchWeigher:
         """Whether several ranks see other tokens, so that a mean over ranks needs weights."""
         return self._ranks > 1
 
-    @contextmanager
-    def on_whole_sequences(self) -> Iterator[None]:
+    def on_whole_sequences(self) -> AbstractContextManager[None]:
         """Inside, context ranks see whole sequences, each the same."""
         # Each of the ranks sees all tokens: a sum over them would count every label `cp` times.
-        group, self._context_group = self._context_group, None
-        try:
-            yield
-        finally:
-            self._context_group = group
+        return replaced(self, "_context_group", None)
 
     def has_valid_labels(self, batch: Any) -> Tensor | None:
         """Return whether any label of a batch counts; None if every sample counts."""

@@ -1,7 +1,7 @@
 """Steps that run their own backwards and optimizers (manual optimization)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +13,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.pipelined_step import take_gradients
+from lightning_par.upstream.functions import replaced
 
 __all__ = ["ManualSteps"]
-
-_ABSENT = object()
 
 
 class ManualSteps:
@@ -63,7 +62,8 @@ class ManualSteps:
             stack.enter_context(hooks)
             # On the class, as any tensor may be the loss. `manual_backward` ends here as well,
             # which `_in_backward` tells apart.
-            stack.callback(_replace_in(Tensor, "backward", self._refusing(Tensor.backward)))
+            refusing = self._refusing(Tensor.backward)
+            stack.enter_context(replaced(Tensor, "backward", refusing))
             yield
 
     def _refusing(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -78,14 +78,9 @@ class ManualSteps:
 
         return backward
 
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
+    def in_backward(self) -> AbstractContextManager[None]:
         """Surrounds a backward that the strategy knows of."""
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
+        return replaced(self, "_in_backward", True)
 
     @contextmanager
     def looked_at(self) -> Iterator[list[float]]:
@@ -110,17 +105,17 @@ class ManualSteps:
 
         with ExitStack() as stack:
             # `manual_backward` calls the strategy's backward, whatever the precision plugin is.
-            stack.callback(_replace(trainer.strategy, "backward", note))
+            stack.enter_context(replaced(trainer.strategy, "backward", note))
             # The user calls `step` of Lightning's wrapper or of the optimizer itself: both are
             # replaced.
             for optimizer in (*trainer.optimizers, *wrapped):
-                stack.callback(_replace(optimizer, "step", _only_closure))
+                stack.enter_context(replaced(optimizer, "step", _only_closure))
             # A step may set a learning rate by hand; parameters are the same objects, and stay.
             for optimizer in trainer.optimizers:
                 for group in optimizer.param_groups:
                     stack.callback(group.update, {k: v for k, v in group.items() if k != "params"})
             for config in trainer.lr_scheduler_configs:
-                stack.callback(_replace(config.scheduler, "step", lambda *_, **__: None))
+                stack.enter_context(replaced(config.scheduler, "step", lambda *_, **__: None))
             # `in_step` has to work although no `Step` runs: norms of the look are over all ranks,
             # too.
             self._is_looking = True
@@ -136,9 +131,7 @@ class ManualSteps:
 class _OwnGradients(TorchFunctionMode):
     """Refuses gradients of parameters that a step asks for by itself."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             given = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -155,25 +148,3 @@ class _OwnGradients(TorchFunctionMode):
 
 def _only_closure(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
     return None if closure is None else closure()
-
-
-def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Give an object an attribute of its own; return what undoes it."""
-    held = vars(owner)
-    before = held.get(name, _ABSENT)
-    held[name] = value
-
-    def undo() -> None:
-        if before is _ABSENT:
-            del held[name]
-        else:
-            held[name] = before
-
-    return undo
-
-
-def _replace_in(kind: type, name: str, value: Any) -> Callable[[], None]:
-    """Give a class another method; return what undoes it."""
-    before = getattr(kind, name)
-    setattr(kind, name, value)
-    return lambda: setattr(kind, name, before)

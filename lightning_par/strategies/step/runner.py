@@ -51,6 +51,7 @@ from lightning_par.strategies.step.skipped_step import SkippedSteps
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, shared_tokens, StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs
+from lightning_par.upstream.functions import replaced
 
 __all__ = ["EvaluationStep", "StepLooks", "StepRunner"]
 
@@ -563,14 +564,9 @@ class StepRunner:
             finally:
                 self._in_step = False
 
-    @contextmanager
-    def outside(self, is_outside: bool) -> Iterator[None]:
+    def outside(self, is_outside: bool) -> AbstractContextManager[None]:
         """Surrounds a hook on this rank's parts, or what this package does inside of it."""
-        before, self.is_outside = self.is_outside, is_outside
-        try:
-            yield
-        finally:
-            self.is_outside = before
+        return replaced(self, "is_outside", is_outside)
 
     @property
     def is_in_step(self) -> bool:

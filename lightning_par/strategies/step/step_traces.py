@@ -6,8 +6,8 @@ is the mean that one process would have logged.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.data.filled_batch import log_nothing
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
 __all__ = [
@@ -62,28 +63,12 @@ class LogCall:
     is_plain: bool = False
 
 
-@contextmanager
-def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
-    """Replace `self.log` by `log` inside; `self.log_dict` calls it as well."""
-    before = module.__dict__.get("log")
-    module.__dict__["log"] = log
-    try:
-        yield
-    finally:
-        del module.__dict__["log"]
-        if before is not None:
-            module.__dict__["log"] = before
+def logs_off(module: pl.LightningModule) -> AbstractContextManager[None]:
+    """Inside, `self.log` does nothing, nor does `self.log_dict`, which calls it."""
+    return replaced(module, "log", lambda *_, **__: None)
 
 
-@contextmanager
-def logs_off(module: pl.LightningModule) -> Iterator[None]:
-    """Inside, `self.log` does nothing."""
-    with _shadow_log(module, lambda *_, **__: None):
-        yield
-
-
-@contextmanager
-def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[None]:
+def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> AbstractContextManager[None]:
     """Record the calls of `self.log` with numbers, and carry all of them out.
 
     Args:
@@ -97,18 +82,16 @@ def noted_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[Non
             calls.append(LogCall(name=name, value=_as_logged(value), metric=None, options=options))
         original(name, value, *args, **options)
 
-    with _shadow_log(module, log):
-        yield
+    return replaced(module, "log", log)
 
 
-@contextmanager
 def record_logs(
     module: pl.LightningModule,
     calls: list[LogCall],
     value_of: Callable[[Metric], Any] = last_batch_value,
     *,
     on_step: bool = True,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Record the calls of `self.log` instead of carrying them out.
 
     Args:
@@ -146,8 +129,7 @@ def record_logs(
         value = _as_logged(value)
         calls.append(LogCall(name=name, value=value, metric=metric, options=options))
 
-    with _shadow_log(module, log):
-        yield
+    return replaced(module, "log", log)
 
 
 def _as_logged(value: Any) -> Any:
@@ -222,10 +204,9 @@ def compare_parts(
     return kinds
 
 
-@contextmanager
 def adjust_logs(
     module: pl.LightningModule, weights: BatchWeights | None, samples: int = 0
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Weight what is logged with ``sync_dist=True`` so that Lightning's mean over replicas is the
     global mean.
 
@@ -243,8 +224,8 @@ def adjust_logs(
         value, options = _of_global_batch(module, name, value, options, weights, samples)
         original(name, value, *args, **options)
 
-    with nullcontext() if weights is None and not samples else _shadow_log(module, log):
-        yield
+    is_plain = weights is None and not samples
+    return nullcontext() if is_plain else replaced(module, "log", log)
 
 
 def _without_samples(
