@@ -21,8 +21,8 @@ EVERY_BATCH = {"max_steps": 8}
 
 
 @CASES.add(
-    equal="tp2 zero2",
-    large="zero0 zero1 zero3 zero1tp2",
+    equal="zero0 zero1tp2",
+    large="tp2 zero1 zero2 zero3",
     refused={"pp2": NO_PIPELINE},
     trainer=EVERY_BATCH,
 )

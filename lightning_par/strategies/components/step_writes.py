@@ -17,7 +17,7 @@ after the forward.
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from functools import partial
 from itertools import chain
@@ -50,17 +50,13 @@ class _Modes(NamedTuple):
     flags: dict[str, bool]
 
 
-_Place = tuple[str, nn.Module, str]
-"""FQN of a parameter, its module, and its name there."""
-
-
 class _ModesOfStages:
     """Keeps the modes of modules alike on all stages; see Note [Modes of a step]."""
 
     def __init__(self, module: nn.Module, stages: Sequence[Stage]) -> None:
         self._module, self._stages = module, stages
         self._views: list[dict[str, nn.Module]] = []  # of each stage, by FQN
-        self._places: list[list[_Place]] = []  # of each stage
+        self._holders: list[list[tuple[str, nn.Module]]] = []  # of parameters, of each stage
         self._before: list[tuple[nn.Module, bool]] = []
         self._flags: dict[str, bool] = {}
 
@@ -70,7 +66,8 @@ class _ModesOfStages:
             for stage in self._stages:
                 with stage.hold(MicroBatchState()):
                     self._views.append(dict(self._module.named_modules()))
-            self._places = [[*_places(view)] for view in self._views]
+            held = ([(n, m) for n, m in view.items() if m._parameters] for view in self._views)
+            self._holders = list(held)
         self._before = [(part, part.training) for view in self._views for part in view.values()]
         self._flags = self._last_flags()
         for stage in self._stages:
@@ -109,24 +106,22 @@ class _ModesOfStages:
                         part.train(name not in off)
                     else:
                         part.training = name not in off
-        for name, part, key in chain(*self._places) if modes.flags else ():
-            parameter = part._parameters.get(key)
-            if parameter is not None:
-                flag = modes.flags.get(name, parameter.requires_grad)
-                if parameter.requires_grad != flag:
-                    parameter.requires_grad_(flag)
+        for name, parameter in _parameters(chain(*self._holders)) if modes.flags else ():
+            flag = modes.flags.get(name, parameter.requires_grad)
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
     def _last_flags(self) -> dict[str, bool]:
         """Return `requires_grad` of the parameters of the last stage here."""
-        found = ((name, part._parameters.get(key)) for name, part, key in self._places[-1])
-        return {name: p.requires_grad for name, p in found if p is not None}
+        return {name: p.requires_grad for name, p in _parameters(self._holders[-1])}
 
 
-def _places(view: Mapping[str, nn.Module]) -> Iterator[_Place]:
-    """Give the places of the parameters that modules hold."""
-    for prefix, part in view.items():
-        for name in part._parameters:
-            yield f"{prefix}.{name}".removeprefix("."), part, name
+def _parameters(holders: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give the parameters that modules hold now, by FQN."""
+    for prefix, part in holders:
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}".removeprefix("."), parameter
 
 
 class StepWrites:

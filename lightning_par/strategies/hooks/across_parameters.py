@@ -1,5 +1,6 @@
 """Finds a hook that combines gradients of several parameters, which a pipeline stage cannot do."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -7,7 +8,6 @@ from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.observe.watchers import tensors_in
 from lightning_par.strategies.step.absent_parameter import user_line
 from lightning_par.upstream.functions import replaced
 
@@ -76,7 +76,7 @@ class AcrossParameters(TorchFunctionMode):
 
     def _stem(self, inputs: Any) -> str | None:
         found: str | None = None
-        for tensor in tensors_in(inputs):
+        for tensor in _tensors(inputs):
             stem = self._stems.get(id(tensor), (None, None))[1]
             if stem is not None and found is not None and stem != found:
                 self._refuse(found, stem)
@@ -90,3 +90,15 @@ class AcrossParameters(TorchFunctionMode):
             "every stage has gradients of its own parameters only, so the result would cover only "
             f"a part of the model. {self._cure}",
         )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    # Not as pytrees do it, for which a list of a class of its own is no container.
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)

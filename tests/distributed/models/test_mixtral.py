@@ -19,7 +19,7 @@ ALL = {"experts_per_token": EXPERTS}
 TOKENS = 2 * LENGTH
 """Of a rank in a step, where two replicas share four samples."""
 
-LARGE = {"pp2", "dp2", "cp2", "cp2 dp2", "ep2 dp2 zero0", "ep2 dp2 zero1", "ep2 dp2 zero2"}
+LARGE = {"pp2", "dp2", "cp2", "cp2 dp2", "ep2 zero0", "ep2 dp2 zero1", "ep2 dp2 zero2"}
 LARGE |= {"ep2 one expert has all, padded", "ep2 expert choice, padded"}
 LARGE |= {"ep2 cp2", "ep2 tp2 padded", "ep2 pp2 padded"}
 """What fails here fails, too, where experts are divided, with other stages, or with more axes."""

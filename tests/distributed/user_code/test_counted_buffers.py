@@ -96,8 +96,8 @@ def tokens_that_a_block_counts() -> Any:
 
 
 @CASES.add(
-    equal="zero1 pp2_interleaved",
-    large="tp2_whole_sequence pp2 zero1pp2 pp2_one_microbatch",
+    equal="tp2_whole_sequence pp2_interleaved",
+    large="zero1 pp2 zero1pp2 pp2_one_microbatch",
     strategy={"verify": False},
 )
 def whole_tokens_that_a_block_counts() -> Any:

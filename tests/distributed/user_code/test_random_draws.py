@@ -45,8 +45,8 @@ class Denoiser(PlainModule):
 
 
 @CASES.add(
-    equal="pp2 zero3",
-    large="tp2_whole_sequence",
+    equal="tp2_whole_sequence pp2",
+    large="zero3",
     refused={"tp2": "different losses on the 2 tensor-parallel ranks.*sequence_parallel=False"},
 )
 def noise_like_the_activations() -> Any:

@@ -279,8 +279,9 @@ def serve_rank(rank, connection, log):
             return
         os.ftruncate(descriptor, 0)
         print_stacks()
-        connection.send(run_job(rank, job))
-        gc.collect()
+        reply = run_job(rank, job)
+        gc.collect()  # before the answer, after which this process is stopped
+        connection.send(reply)
 
 
 def run_job(rank, job):
