@@ -7,7 +7,7 @@ import random
 import sys
 from argparse import Namespace
 from collections import Counter, deque, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import CodeType, NoneType, SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ __all__ = [
     "names_in",
     "refill",
     "restore_of",
+    "stayed",
 ]
 
 LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
@@ -229,3 +230,16 @@ def refill(value: Any, items: Any) -> None:
         value.extend(items)
     else:
         value.update(items)
+
+
+def stayed(before: Sequence[Any], now: Sequence[Any]) -> int:
+    """Return how many entries of a deque have stayed.
+
+    Args:
+        before: Its entries before a step.
+        now: Those after it.
+    """
+    most = min(len(before), len(now))
+    # It drops entries in front: the longest end of before with which it now begins has stayed.
+    ends = ((n, zip(before[len(before) - n :], now, strict=False)) for n in range(most, 0, -1))
+    return next((n for n, pairs in ends if all(a is b for a, b in pairs)), 0)

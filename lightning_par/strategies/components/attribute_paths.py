@@ -1,6 +1,6 @@
 """Paths to what stands in attributes of a module, and in containers and objects in them."""
 
-from collections import UserDict
+from collections import deque, UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import NoneType
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn, Tensor
 
 from lightning_par.engine.tensor_tree import rebuild
-from lightning_par.observe.contents import copy_of, is_container, refill, UNCHANGEABLE
+from lightning_par.observe.contents import copy_of, is_container, refill, stayed, UNCHANGEABLE
 from lightning_par.observe.outside import is_of_user, Scope
 from lightning_par.strategies.components.sendable import (
     is_object,
@@ -25,25 +25,36 @@ from lightning_par.strategies.components.value_kinds import is_value
 
 __all__ = [
     "ABSENT",
+    "FromEnd",
     "Path",
     "Scopes",
     "around",
+    "came_to",
     "contents_of",
     "entries",
     "entries_in",
     "inside",
+    "is_of_values",
+    "name_of",
     "put_all",
     "remove",
     "scopes_of",
     "set_at",
     "value_at",
+    "window_of",
 ]
 
 Path = tuple[Any, ...]
 """Name of a scope, which is "" for the attributes of the LightningModule; a name in it; and the
 keys of what is inside of its value.
 """
-_KEYS = (str, int, float, tuple, NoneType)
+
+
+class FromEnd(int):
+    """The place of an entry of a deque, counted from its end, where a step adds entries."""
+
+
+_KEYS = (str, int, float, tuple, NoneType, FromEnd)
 """Types of the keys of dicts whose values are followed."""
 Scopes = Mapping[str, Scope]
 ABSENT: Any = object()
@@ -76,6 +87,8 @@ def entries_in(
     yield from (((*place, key), value) for key, value in followed.items())
     for key, value in followed.items() if depth else ():
         found = inside(value)
+        if isinstance(found, deque):
+            found = {FromEnd(-n): found[-n] for n in range(1, min(len(found), _FEW) + 1)}
         if found is not None and len(found) <= _FEW:
             inner = found if isinstance(found, dict) else dict(enumerate(found))
             yield from entries_in(inner, (*place, key), depth - 1)
@@ -86,12 +99,23 @@ def around(paths: Iterable[Path]) -> set[Path]:
     return {path[:length] for path in paths for length in range(2, len(path))}
 
 
+def window_of(path: Path) -> Path | None:
+    """Return the path of the deque in whose entry a value is; None if it is in none."""
+    return next((path[:at] for at, key in enumerate(path) if type(key) is FromEnd), None)
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a value as code spells it: ``training_step().self.losses['val']``."""
+    inner = "".join(f"[{key!r}]" for key in path[2:])
+    return f"training_step().{path[0] or 'self'}.{path[1]}{inner}"
+
+
 def _holder(scopes: Scopes, path: Path) -> Any:
     """Return the scope, dict, list or tuple in which an entry stands; None if it is not there."""
     held: Any = scopes.get(path[0])
     for key in path[1:-1]:
         value = _entry(held, key)
-        is_held = isinstance(value, dict | list | tuple)
+        is_held = isinstance(value, dict | list | tuple | deque)
         held = value if is_held else getattr(value, "__dict__", None)
         if held is None:
             return None
@@ -139,6 +163,21 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     return [(value, copy_of(value)) for value in held.values()]
 
 
+def came_to(
+    found: Mapping[Path, Any], contents: Iterable[tuple[Any, Any]]
+) -> dict[Path, deque[Any]]:
+    """Return what came to the deques among what was found.
+
+    Args:
+        found: What stands at each path.
+        contents: Containers, with copies of what they have held before.
+    """
+    before = {id(held): [*items] for held, items in contents}
+    deques = {path: [*held] for path, held in found.items() if isinstance(held, deque)}
+    kept = {path: stayed(before.get(id(found[path]), ()), held) for path, held in deques.items()}
+    return {path: deque(held[kept[path] :]) for path, held in deques.items()}
+
+
 def put_all(
     scopes: Scopes, before: Mapping[Path, Any], contents: Iterable[tuple[Any, Any]]
 ) -> None:
@@ -169,7 +208,8 @@ def inside(value: Any) -> Any:
         return None
     if isinstance(value, tuple):
         return value if is_rebuilt(type(value)) else None
-    if isinstance(value, list | dict):  # a dataclass is an output of a model of transformers
+    # A dataclass is an output of a model of transformers.
+    if isinstance(value, list | dict | deque):
         return value if is_container(value) or is_dataclass(value) else None
     if not is_object(value):
         return None
@@ -180,6 +220,15 @@ def inside(value: Any) -> Any:
     return held if is_own or all(v is None or is_value(v) for v in held.values()) else None
 
 
+def is_of_values(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether something is a value that is followed, or holds only such values."""
+    found = inside(value)
+    if found is None or not depth:
+        return is_value(value)
+    every = found.values() if isinstance(found, dict) else found
+    return all(is_of_values(each, depth - 1) for each in every)
+
+
 def _entry(holder: Any, key: Any) -> Any:
     if holder is None:
         return ABSENT
@@ -188,4 +237,5 @@ def _entry(holder: Any, key: Any) -> Any:
     if isinstance(holder, dict):
         # Not `holder[key]`, by which a defaultdict would make one.
         return holder.get(key, ABSENT)
-    return holder[key] if isinstance(key, int) and key < len(holder) else ABSENT
+    is_there = isinstance(key, int) and -len(holder) <= key < len(holder)
+    return holder[key] if is_there else ABSENT

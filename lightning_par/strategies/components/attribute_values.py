@@ -23,7 +23,7 @@ Length: the rounds of a look, and what they mean for numbers, tensors and arrays
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,27 +34,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.observe.contents import copy_of
+from lightning_par.observe.contents import copy_of, refill
 from lightning_par.strategies.components.attribute_paths import (
     ABSENT,
     around,
+    came_to,
     contents_of,
     entries,
     entries_in,
     inside,
+    is_of_values,
+    name_of,
     Path,
     put_all,
     remove,
     scopes_of,
     set_at,
     value_at,
+    window_of,
 )
 from lightning_par.strategies.components.sendable import shallow_copy
 from lightning_par.strategies.components.value_kinds import (
     all_equal,
     as_list,
     change_of,
-    is_count,
+    combined,
+    goes_on,
     is_near,
     is_of_losses,
     is_on_host,
@@ -63,7 +68,7 @@ from lightning_par.strategies.components.value_kinds import (
     join,
     joins_to,
     kind_of_list,
-    like,
+    LATER,
     linear_mark,
     Mark,
     nothing_like,
@@ -115,13 +120,12 @@ class AttributeValues:
         self._start: dict[Path, Any] = {}  # copies of the values among it
         self._given: dict[Path, Any] = {}  # copies of these, which a micro-batch gets
         self._ends: dict[int, dict[Path, Any]] = {}  # what each run has left
-        # Attributes with values of which no look has told, those that a warning has named, and what
-        # micro-batches leave there.
+        # Attributes of which no look has told, those that a warning has named, and what is there.
         self._unknown, self._told, self._steps = set[Path](), set[Path](), 1
         self._unlike: dict[int, dict[Path, Mark]] = {}
         self._alike = set[Path]()  # what was the same in each part of the look
         self._lists = set[Path]()  # what is joined as a list, also where a micro-batch has a number
-        self._contents: list[tuple[Any, Any]] = []  # of containers, before a look
+        self._contents: list[tuple[Any, Any]] = []  # of containers, before a look; or of deques
         self._keys = set[tuple[Path, Any]]()  # those of dicts around the values, in any micro-batch
         self._other_than_seen: dict[Path, str] = {}  # of these, what micro-batches have left unlike
         self._counts = Counter[int]()  # how many stages of this rank have run a micro-batch
@@ -132,12 +136,19 @@ class AttributeValues:
         is_followed = self.anew or self._runs or self._unknown
         return bool(is_followed or (self._going and self._stages > 1))
 
+    @property
+    def _windows(self) -> set[Path]:
+        """Deques to which each micro-batch adds entries that are combined."""
+        return {place for path in self.anew if (place := window_of(path)) is not None}
+
     def begin(self, *, trains: bool) -> None:
         """Note what is there before a step; in evaluation nothing is followed."""
         self._clear()
         names = [] if not trains else [*self.anew, *(self._going if self._stages > 1 else ())]
         if names:
             self._note([*around(names), *names])
+            windows = (self._raw.get(place) for place in self._windows)
+            self._contents = contents_of(held for held in windows if isinstance(held, deque))
         if any(len(path) > 2 for path in names):
             found = entries(self._scopes)
             self._before = {id(held): held for _, held in found if inside(held) is not None}
@@ -183,21 +194,19 @@ class AttributeValues:
         # Of tensors and arrays those that were seen to change: a step may write into them.
         going = before if self._runs or is_last else self._found(self._going)
         for path, value in _copies(self._values_in(going)).items():
-            set_at(self._scopes, path, value)
+            if window_of(path) is None:  # whose entries tell, as they are, what has come to it
+                set_at(self._scopes, path, value)
         try:
             yield
         finally:
-            now = self._now() if self._runs else self._now(self.anew)
+            now = self._now(None if self._runs else self.anew, new=True)
             # Copies in a look, in which later runs may write to the same tensor.
             self._ends[index] = _copies(now) if self._runs else _detached(now)
             if not self._runs:
                 found = ((place, value_at(self._scopes, place)) for place in around(self.anew))
-                dicts = {
-                    place: held
-                    for place, held in found
-                    if isinstance(held, dict) and id(held) not in self._before
-                }
-                self._keys |= {(place, key) for place, held in dicts.items() for key in held}
+                dicts = ((place, held) for place, held in found if isinstance(held, dict))
+                fresh = ((place, held) for place, held in dicts if id(held) not in self._before)
+                self._keys |= {(place, key) for place, held in fresh for key in held}
             if self._unknown and not self._runs:
                 named = {path: value_at(self._scopes, path) for path in self._unknown}
                 # To compare values on a device waits for it: ever more rarely.
@@ -216,7 +225,10 @@ class AttributeValues:
         tolerance = self._tolerance
         whole, *rest = (self._ends.get(at, {}) for at in range(2 * self._runs - 1))
         lists = set[Path]()  # whose entries are not those of parts
+        self._learn_windows([whole, *rest[: self._runs - 1]], found)
         for path, value in whole.items():
+            if isinstance(value, deque) or window_of(path) is not None:
+                continue
             own, start = [held.get(path) for held in rest], self._start.get(path)
             # A list gets new entries from each micro-batch.
             is_other = self._is_in_new_entry(path) or any(each in lists for each in around([path]))
@@ -227,7 +239,7 @@ class AttributeValues:
                 is_made = value_at(self._scopes, path[:-1]) is not self._raw.get(path[:-1], ABSENT)
                 if start is None and len(path) > 2 and is_made and is_value(value):
                     found[0][path] = False
-                    found[3].append(_name_of(path))
+                    found[3].append(name_of(path))
                 continue
             parts, in_a_row = own[: self._runs - 1], own[self._runs - 1 :]
             if any(isinstance(each, list) for each in (value, *own)):
@@ -237,14 +249,14 @@ class AttributeValues:
                     found[0][path] = True
                     self._lists.add(path)
                 elif kind == "unlike" and is_new:
-                    found[3].append(_name_of(path))
+                    found[3].append(name_of(path))
                 if kind == "joined" or (kind != "of one length" and is_new):
                     lists.add(path)
                 continue
             shapes = {np.shape(each) for each in (value, *own)}
             if len(shapes) > 1 and not joins_to(parts, value, tolerance):
                 continue
-            if len(shapes) == 1 and _goes_on(start, value, parts, in_a_row, tolerance):
+            if len(shapes) == 1 and goes_on(start, value, parts, in_a_row, tolerance):
                 found[2].append(path)
                 continue
             is_alike = all(is_same(each, value) for each in own)
@@ -258,6 +270,28 @@ class AttributeValues:
             if size_of(value) <= _SENT and not is_alike:
                 found[1][path] = value
         return found
+
+    def _learn_windows(self, ends: Sequence[Mapping[Path, Any]], found: Learned) -> None:
+        """Learn which values in what came to deques begin anew: where each part adds as many
+        entries as the whole does. Other deques go on.
+
+        Args:
+            ends: What the whole and the parts have left.
+            found: Gets them.
+        """
+        for place in [path for path, value in ends[0].items() if isinstance(value, deque)]:
+            whole, *parts = ({p: v for p, v in e.items() if window_of(p) == place} for e in ends)
+            is_told = all(whole.keys() == part.keys() for part in parts)
+            is_told = is_told and all(map(is_of_values, ends[0][place]))
+            joined = dict[Path, bool]()
+            for path in (path for path, value in whole.items() if is_told and is_value(value)):
+                values = [part[path] for part in parts]
+                joined[path] = len({*map(np.shape, (whole[path], *values))}) > 1
+                is_told &= not joined[path] or joins_to(values, whole[path], self._tolerance)
+            if is_told:
+                found[0].update(joined)
+            else:
+                found[2].append(place)
 
     @property
     def _tolerance(self) -> float:
@@ -289,7 +323,8 @@ class AttributeValues:
         whole, last = (self._ends.get(at, {}) for at in (2 * self._runs, 3 * self._runs - 1))
         others = {}
         for path in self._going:
-            if path in whole and path in last and np.shape(whole[path]) == np.shape(last[path]):
+            is_there = is_value(whole.get(path)) and path in last
+            if is_there and np.shape(whole[path]) == np.shape(last[path]):
                 change, end = (change_of(self._start.get(path), e[path]) for e in (whole, last))
                 if not is_near(end, change, self._tolerance):
                     others[path] = False
@@ -315,9 +350,9 @@ class AttributeValues:
         """
         found: list[list[LogCall]] = [[] for _ in range(runs)]
         for path in (path for path, is_joined in self.anew.items() if not is_joined):
-            name = _name_of(path)
+            name = name_of(path)
             for at, made in enumerate(found):
-                for told, run in ((name, at), (name + _LATER, at + 2 * self._runs)):
+                for told, run in ((name, at), (name + LATER, at + 2 * self._runs)):
                     end = self._ends.get(run, {}).get(path)
                     is_left = run == at or path in self._left
                     if is_left and is_value(end):
@@ -357,7 +392,16 @@ class AttributeValues:
         for place, key in self._keys:
             held = value_at(self._scopes, place)
             if isinstance(held, dict) and key not in held:  # only other micro-batches have it
-                self._other_than_seen[place[:2]] = _name_of(place[:2])
+                self._other_than_seen[place[:2]] = name_of(place[:2])
+        for place in self._windows:
+            came = [[*end.get(place, ())] for end in self._ends.values()]
+            held = value_at(self._scopes, place)
+            counts = [*map(len, came)] or [0]
+            seen = {path[len(place)] for path in self.anew if window_of(path) == place}
+            if isinstance(held, deque) and not len(seen) >= max(counts) == min(counts):
+                # The last micro-batch may have added less; what was there before stays.
+                held.extend(max(came, key=len)[len(came[-1]) :])
+                self._other_than_seen[place[:2]] = name_of(place[:2])
         for path, is_joined in self.anew.items():
             places = [at for at, end in sorted(self._ends.items()) if path in end]
             values = [self._ends[at][path] for at in places]
@@ -366,12 +410,13 @@ class AttributeValues:
                 continue
             is_compared = path in self._alike and all(is_on_host(value) for value in values)
             if is_compared and not all_equal(values):
-                self._other_than_seen[path[:2]] = _name_of(path[:2])
+                self._other_than_seen[path[:2]] = name_of(path[:2])
             shapes = {np.shape(value) for value in values}
             if is_joined and values and all(shapes):
                 self._keep(path, join(values))
             elif len(shapes) == 1 and not is_joined:
-                self._keep(path, _combined(values, self._start.get(path), places, path, weights))
+                start, name = self._start.get(path), name_of(path)
+                self._keep(path, combined(values, start, places, name, weights))
         self._clear()
 
     def unknown(self, changes: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -387,7 +432,7 @@ class AttributeValues:
             is_entry = isinstance(value_at(self._scopes, path[:-1]), list)
             is_in_all = is_entry or len(others) + 1 == len(every)
             if not (is_in_all and all(map(first.is_same, others))):
-                found[path[:2]] = _name_of(path[:2])
+                found[path[:2]] = name_of(path[:2])
         found = {path: name for path, name in found.items() if path not in self._told}
         self._unlike.clear()
         self._other_than_seen.clear()
@@ -404,16 +449,18 @@ class AttributeValues:
         """Return the values in what some names are bound to of which no look has told."""
         known = {*self.anew, *self._going}
         found = (entries_in({path[1]: value}, path[:1]) for path, value in named.items())
-        return {p: v for each in found for p, v in each if is_value(v) and p not in known}
+        values = ((p, v) for each in found for p, v in each if is_value(v))
+        return {p: v for p, v in values if not {p, window_of(p)} & known}
 
     def _clear(self) -> None:
         every = self._raw, self._before, self._made, self._start, self._given, self._ends
-        for held in (*every, self._counts, self._keys):
+        for held in (*every, self._counts, self._keys, self._contents):
             held.clear()
 
     def _note(self, paths: Iterable[Path]) -> None:
         self._raw = self._found(paths)
-        self._start = _copies(self._values_in(self._raw))
+        values = self._values_in(self._raw).items()
+        self._start = _copies({path: value for path, value in values if window_of(path) is None})
 
     def _found(self, paths: Iterable[Path] | None) -> dict[Path, Any]:
         """Return what stands there now, and the containers around it; None: all that there is."""
@@ -431,12 +478,24 @@ class AttributeValues:
             if is_value(value) and (size_of(value) <= _SENT or value is not self._raw.get(path))
         }
 
-    def _now(self, paths: Iterable[Path] | None = None) -> dict[Path, Any]:
-        """Return the values there, and copies of lists."""
+    def _now(self, paths: Iterable[Path] | None = None, *, new: bool = False) -> dict[Path, Any]:
+        """Return the values there, and copies of lists.
+
+        Args:
+            paths: Where; None: everywhere.
+            new: Whether these include what came to deques, and values in it.
+        """
         paths = None if paths is None else list(paths)
         found = self._found(paths)
+        came = came_to(found, self._contents) if new else {}
+        found = {
+            path: value
+            for path, value in found.items()
+            if (place := path if isinstance(value, deque) else window_of(path)) is None
+            or (place in came and (path == place or -path[len(place)] <= len(came[place])))
+        }
         wanted = found if paths is None else paths
-        lists = {p: [*found[p]] for p in wanted if isinstance(found.get(p), list)}
+        lists = {p: [*found[p]] for p in wanted if isinstance(found.get(p), list)} | came
         known = self._values_in(found)
         values = {
             path: lists.get(path, value)
@@ -480,8 +539,15 @@ class AttributeValues:
 
     def _put_containers(self, stay: set[Path]) -> None:
         """Put back the dicts, lists, tuples and objects in whose place the step has put others, but
-        for those that stay.
+        for those that stay; a deque to which micro-batches add gets what was in it.
         """
+        kept = {id(held): items for held, items in self._contents}
+        for place in self._windows:
+            before, now = self._raw.get(place), value_at(self._scopes, place)
+            window = before if isinstance(before, deque) else now
+            if isinstance(window, deque):
+                refill(window, kept.get(id(window), ()))
+            stay = {*stay, place} if around([place]) & stay else stay
         found = self._found(None if self._runs else self.anew)
         places = {
             p for p, value in (*self._raw.items(), *found.items()) if inside(value) is not None
@@ -524,66 +590,6 @@ class AttributeValues:
             set_at(self._scopes, path, value)
 
 
-_LATER = " in a later step"
-
-
-def _goes_on(
-    start: Any, whole: Any, parts: Sequence[Any], in_a_row: Sequence[Any], tolerance: float
-) -> bool:
-    """Whether the parts, one after the other, leave a value as the whole does.
-
-    Args:
-        start: Before the step.
-        whole: After the step on all samples.
-        parts: After the step on each part.
-        in_a_row: After the step on each part, where the first one began with `start`.
-        tolerance: Of roundings, relative.
-    """
-    change, end = change_of(start, whole), change_of(start, in_a_row[-1])
-    # The losses of a model that knows nothing yet are all equal, and one of them seems to be the
-    # largest, as lengths of samples that are all alike do.
-    is_tied = all(is_near(change_of(start, value), change, tolerance) for value in parts)
-    return is_near(end, change, tolerance) and not is_tied
-
-
-def _combined(
-    values: Sequence[Any], start: Any, places: list[int], path: Path, weights: BatchWeights
-) -> Any:
-    """Return the value of the batch.
-
-    Args:
-        values: Of micro-batches.
-        start: Of which they began.
-        places: Their numbers.
-        path: What leads to it.
-        weights: Of the micro-batches.
-    """
-    name = _name_of(path)
-    is_sum = name in weights.sums
-    # Nothing has to be computed, nor a device waited for.
-    if not is_sum and not any(isinstance(v, Tensor) for v in values) and all_equal(values):
-        return values[-1]
-    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    every = torch.stack([wide(value).to(device) for value in values])
-    # A number may be an integer for some micro-batches only, as `min(1, x)` is.
-    kind = next((value for value in values if not is_count(value)), values[-1])
-    if is_sum:
-        # A sum over samples whose roundings hid that it goes on adds to what was there.
-        is_alike = start is not None and np.shape(start) == np.shape(values[0])
-        adds = is_alike and name + _LATER not in weights.sums
-        begin = wide(start).to(device) if adds else torch.zeros_like(every[0])
-        return like(kind, begin + (every - begin).sum(0))
-    shares = weights.shares.to(every)
-    if name in weights.by_samples:
-        shares = torch.tensor([float(size) for size in weights.sizes]).to(every)
-    shares = shares if len(places) == len(shares) else shares[places]
-    # Without a weight every micro-batch counts.
-    shares = torch.where(shares.sum() > 0, shares, torch.ones_like(shares))
-    # NaN where the weight is 0 does not matter.
-    weighed = torch.where(shares > 0, every.movedim(0, -1), 0) * shares
-    return like(kind, weighed.sum(-1) / shares.sum())
-
-
 def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
     return {p: v.detach() if isinstance(v, Tensor) else v for p, v in values.items()}
 
@@ -592,9 +598,3 @@ def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
     """Return copies of values; one that has two names has them again."""
     copies = {id(value): copy_of(value) for value in values.values()}
     return {path: copies[id(value)] for path, value in values.items()}
-
-
-def _name_of(path: Path) -> str:
-    """Return the name of a value as code spells it: ``training_step().self.losses['val']``."""
-    inside = "".join(f"[{key!r}]" for key in path[2:])
-    return f"training_step().{path[0] or 'self'}.{path[1]}{inside}"

@@ -22,14 +22,17 @@ from torch import nn, Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from lightning_par.observe.contents import copy_of, LEFT_ALONE, names_in, restore_of, UNCHANGEABLE
-from lightning_par.observe.outside import is_of_user, outside_scopes, Scope, scopes_of_run
-from lightning_par.strategies.components.sendable import (
-    is_data,
-    is_object,
-    NAMESPACES,
-    sendable,
+from lightning_par.observe.contents import (
+    copy_of,
+    LEFT_ALONE,
+    names_in,
+    refill,
+    restore_of,
+    stayed,
+    UNCHANGEABLE,
 )
+from lightning_par.observe.outside import is_of_user, outside_scopes, Scope, scopes_of_run
+from lightning_par.strategies.components.sendable import is_data, is_object, NAMESPACES, sendable
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -109,7 +112,7 @@ class _Moved:
     """What came to a deque or a set, and how many of its entries of before, the last ones, stay."""
 
     kept: int
-    items: list[Any]
+    items: list[Any] | deque[Any]
 
 
 @dataclass(frozen=True)
@@ -416,19 +419,15 @@ def _appended(
 
 
 def _moved(before: tuple[Any, ...], value: deque[Any] | set[Any], memo: dict[int, Any]) -> Any:
-    now, kept = [*value], 0
-    if isinstance(value, deque):
-        most = min(len(before), len(now))
-        # A deque drops entries in front: the longest end of before with which it now begins has
-        # stayed.
-        ends = ((n, zip(before[len(before) - n :], now, strict=False)) for n in range(most, 0, -1))
-        kept = next((n for n, pairs in ends if all(a is b for a, b in pairs)), 0)
-    elif value == {*before}:
+    if isinstance(value, set) and value == {*before}:
         return None
+    now = [*value]
+    kept = stayed(before, now) if isinstance(value, deque) else 0
     items = sendable(now[kept:], memo)
     if items is None:
         return _Unsent()
-    return None if kept == len(before) == len(now) else _Moved(kept, items)
+    moved = _Moved(kept, deque(items) if isinstance(value, deque) else items)
+    return None if kept == len(before) == len(now) else moved
 
 
 def new_values(changes: dict[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -445,6 +444,8 @@ def new_values(changes: dict[Any, Any]) -> dict[str, dict[str, Any]]:
 def _new(change: Any) -> Any:
     if isinstance(change, _Entries | _Appended):
         return {key: _new(entry) for key, entry in change.changes.items()}
+    if isinstance(change, _Moved):
+        return change.items
     return change.value if isinstance(change, _Replaced) else None
 
 
@@ -475,9 +476,8 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
         return value
     if isinstance(change, _Moved):
         held = before.content if before is not None and before.value is value else ()
-        value.clear()  # also of what the step did here
-        fill = value.extend if isinstance(value, deque) else value.update
-        fill((*held[len(held) - change.kept :], *change.items))
+        # In the place of what the step did here.
+        refill(value, (*held[len(held) - change.kept :], *change.items))
         return value
     contents = {} if before is None else before.content
     # The same for a dict.

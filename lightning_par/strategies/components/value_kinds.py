@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_par.observe.contents import copy_of, is_written_to, UNCHANGEABLE
+from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = [
+    "LATER",
     "Mark",
     "all_equal",
     "as_list",
     "change_of",
+    "combined",
+    "goes_on",
     "is_count",
     "is_near",
     "is_of_losses",
@@ -34,6 +38,8 @@ __all__ = [
     "wide",
 ]
 
+LATER = " in a later step"
+"""Ends the name of a value that a step leaves which begins with what another one has left."""
 _LARGEST = 2**26
 """How many entries a value has that is followed."""
 _COPIED = 2**16
@@ -228,3 +234,59 @@ def is_of_losses(value: Any, start: Any) -> bool:
     """Whether a value that all parts of a look leave alike may be a mean over samples."""
     is_number = not is_count(value) and np.shape(value) == () and not isinstance(value, bool)
     return is_number and bool((change_of(start, value) != 0).any())
+
+
+def goes_on(
+    start: Any, whole: Any, parts: Sequence[Any], in_a_row: Sequence[Any], tolerance: float
+) -> bool:
+    """Whether the parts, one after the other, leave a value as the whole does.
+
+    Args:
+        start: Before the step.
+        whole: After the step on all samples.
+        parts: After the step on each part.
+        in_a_row: After the step on each part, where the first one began with `start`.
+        tolerance: Of roundings, relative.
+    """
+    change, end = change_of(start, whole), change_of(start, in_a_row[-1])
+    # The losses of a model that knows nothing yet are all equal, and one of them seems to be the
+    # largest, as lengths of samples that are all alike do.
+    is_tied = all(is_near(change_of(start, value), change, tolerance) for value in parts)
+    return is_near(end, change, tolerance) and not is_tied
+
+
+def combined(
+    values: Sequence[Any], start: Any, places: list[int], name: str, weights: BatchWeights
+) -> Any:
+    """Return the value of the batch.
+
+    Args:
+        values: Of micro-batches.
+        start: Of which they began.
+        places: Their numbers.
+        name: Its name.
+        weights: Of the micro-batches.
+    """
+    is_sum = name in weights.sums
+    # Nothing has to be computed, nor a device waited for.
+    if not is_sum and not any(isinstance(v, Tensor) for v in values) and all_equal(values):
+        return values[-1]
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    every = torch.stack([wide(value).to(device) for value in values])
+    # A number may be an integer for some micro-batches only, as `min(1, x)` is.
+    kind = next((value for value in values if not is_count(value)), values[-1])
+    if is_sum:
+        # A sum over samples whose roundings hid that it goes on adds to what was there.
+        is_alike = start is not None and np.shape(start) == np.shape(values[0])
+        adds = is_alike and name + LATER not in weights.sums
+        begin = wide(start).to(device) if adds else torch.zeros_like(every[0])
+        return like(kind, begin + (every - begin).sum(0))
+    shares = weights.shares.to(every)
+    if name in weights.by_samples:
+        shares = torch.tensor([float(size) for size in weights.sizes]).to(every)
+    shares = shares if len(places) == len(shares) else shares[places]
+    # Without a weight every micro-batch counts.
+    shares = torch.where(shares.sum() > 0, shares, torch.ones_like(shares))
+    # NaN where the weight is 0 does not matter.
+    weighed = torch.where(shares > 0, every.movedim(0, -1), 0) * shares
+    return like(kind, weighed.sum(-1) / shares.sum())

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque, OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +35,19 @@ class Meter:
         """Add a value."""
         self.last, self.sum, self.count = value, self.sum + value * count, self.count + count
         self.mean = self.sum / self.count
+
+
+class Smoothed(Meter):
+    """An average meter with a window, as many projects have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = deque[float](maxlen=2)
+
+    def update(self, value: float, count: int) -> None:
+        """Add a value."""
+        super().update(value, count)
+        self.window.append(value)
 
 
 class Result(NamedTuple):
@@ -86,6 +99,9 @@ class Keeping(PlainModule):
         self.correct: Any = 0
         self.in_list, self.leaf = [torch.zeros(())], torch.zeros((), requires_grad=True)
         self.first, self.random = torch.zeros(3), 12345678901234567
+        self.window, self.tensors, self.pairs = (deque[Any](maxlen=n) for n in (2, 20, 2))
+        self.tokens_of, self.ordered = deque[int](maxlen=10), OrderedDict[str, deque[float]]()
+        self.smoothed = defaultdict[str, Smoothed](Smoothed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Keep them."""
@@ -123,7 +139,19 @@ class Keeping(PlainModule):
         self.random = (self.random * 6364136223846793005 + 1) % 2**63
         self.loss_of_step, self.inputs = loss, batch[0]
         self._replace(batch, value, loss)
+        self._move(batch, value, loss)
         return loss
+
+    def _move(self, batch: Any, value: float, loss: Tensor) -> None:
+        """Keep what came last."""
+        self.window.append(value)
+        self.tensors.append(loss.detach())
+        self.pairs.append({"loss": value, "of": (len(batch[0]), batch[0])})
+        self.tokens_of.extend(batch[0][:, 0].tolist())
+        self.ordered.setdefault("loss", deque(maxlen=3)).append(value)
+        self.ordered.setdefault("last", deque(maxlen=2)).append(value)
+        self.smoothed["loss"].update(value, len(batch[0]))
+        self.log("window", sum(self.window) / len(self.window))
 
     def _replace(self, batch: Any, value: float, loss: Tensor) -> None:
         """Put new containers and objects in the place of those of the last step."""
@@ -206,6 +234,18 @@ class Keeping(PlainModule):
             "texts": [self.texts, self.squeezed, self.top.values.tolist()],
             "of_model": [float(self.of_model.loss.detach()), self.of_model.logits.tolist()],
             "lazy": self.lazy,
+            **self._moved(),
+        }
+
+    def _moved(self) -> dict[str, Any]:
+        """Return what came last."""
+        return {
+            "window": [*self.window, float(self.trainer.callback_metrics["window"])],
+            "tensors": [float(each) for each in self.tensors],
+            "pairs": [[each["loss"], each["of"][0], each["of"][1].tolist()] for each in self.pairs],
+            "tokens_of": [*self.tokens_of],
+            "ordered": [[*each] for each in self.ordered.values()],
+            "smoothed": {**vars(self.smoothed["loss"]), "window": [*self.smoothed["loss"].window]},
         }
 
 
@@ -354,6 +394,7 @@ class Later(PlainModule):
     def __init__(self) -> None:
         super().__init__()
         self.by_batch: dict[int, float] = {}
+        self.window = deque[float](maxlen=20)
         self.is_small, self.parts = False, dict[str, float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -361,6 +402,7 @@ class Later(PlainModule):
         loss = super().training_step(batch, batch_idx)
         self.by_batch[batch_idx] = float(loss.detach())
         if batch_idx:
+            self.window.append(float(loss.detach()))
             self.phase, self.auxiliary = batch_idx, 2 * float(loss.detach())
         # All alike in the first batch, by a number that says nothing.
         self.is_small = batch_idx == 0 or bool((batch[0][:, 0] < 32).all())
@@ -392,7 +434,7 @@ def test_a_minimum_of_losses_is_named() -> None:
 
 def test_values_that_no_look_has_seen_are_named_once() -> None:
     told = " ".join(run_ranks(_told, 2, Later, timeout=180)[0])
-    for name in ("auxiliary", "by_batch", "is_small", "parts"):
+    for name in ("auxiliary", "by_batch", "is_small", "parts", "window"):
         assert len(re.findall(rf"self\.{name}", told)) == 1
     assert len(re.findall(r"self\.kept what cannot be sent", told)) == 1
     assert "self.phase" not in told
