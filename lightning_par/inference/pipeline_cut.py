@@ -230,6 +230,10 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
             # Each stage runs the step, and so the code that reads it.
             if place == "first" and name in read_by_step:
                 place = "every"
+            # An evaluation may call what the training step leaves alone, such as a copy of the
+            # model with averages of its weights.
+            if place is None and _is_frozen(model, name):
+                place = "every"
             # Stubs of the last stage's modules raise when an earlier stage calls them.
             if place == "last" and _is_called_early(trace, name, calls[-1]):
                 place = "every"
@@ -259,6 +263,13 @@ def _read_by_step(trace: Trace) -> set[str]:
         for value in operation.inputs
         if value.kind == "parameter"
     }
+
+
+def _is_frozen(model: nn.Module, name: str) -> bool:
+    """Whether a module, or a parameter, holds parameters none of which is trained."""
+    every = model.named_parameters(remove_duplicate=False)
+    flags = [p.requires_grad for n, p in every if n == name or n.startswith(f"{name}.")]
+    return bool(flags) and not any(flags)
 
 
 def _is_called_early(trace: Trace, name: str, block: Call) -> bool:

@@ -78,7 +78,12 @@ def plan_of_run(
     taken: dict[str, Any] = {"batch": _filled(plan.batch, found.batch)}
     refusals = dict(plan.refusals)
     if lacks_blocks:
-        taken |= {name: getattr(found, name) for name in ("blocks", "first", "last", "replicated")}
+        roles = "first", "last", "replicated"
+        declared_names = {unit for role in roles for unit in getattr(plan, role)}
+        for role in roles:  # a declared one overrides what was found
+            others = (unit for unit in getattr(found, role) if unit not in declared_names)
+            taken[role] = *getattr(plan, role), *others
+        taken["blocks"] = found.blocks
         refusals |= {k: v for k, v in found.refusals.items() if k == "pipeline"}
     if lacks_styles:
         taken |= {"tensor": found.tensor, "divided": {**found.divided, **plan.divided}}

@@ -1,5 +1,6 @@
 """Modules of known structures that declare no plan: it is inferred, and equals one process."""
 
+import copy
 import random
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models import structures
@@ -438,6 +440,50 @@ def layers_left_out_by_rank() -> Any:
     module = Planless(_Dropping())
     module.net.keeps = lambda: module.trainer.global_rank == 0
     return module, token_pairs()
+
+
+class _Averaged(Planless):
+    """Averages its weights, and validates with the averages, which the training step never reads;
+    what that gives is a part of later losses.
+    """
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__(structures.LanguageModel())
+        self.average, self.factor = copy.deepcopy(self.net).requires_grad_(not is_frozen), 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mean, p in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                mean.mul_(0.5).add_(p, alpha=0.5)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(token_pairs()[:16], 8)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", F.cross_entropy(self.average(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.factor = float(self.trainer.callback_metrics["val"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.3)
+
+
+@CASES.add(equal="pp2", large="pp2_interleaved", trainer={"val_check_interval": 2})
+def averages_of_weights_in_evaluation() -> Any:
+    return _Averaged(is_frozen=True), token_pairs()
+
+
+@CASES.add(equal="pp2", trainer={"val_check_interval": 2})
+def declared_part_of_an_inferred_plan() -> Any:
+    class Module(_Averaged):
+        def parallel_plan(self) -> ParallelPlan:
+            return ParallelPlan(batch=BatchLayout(labels="1"), replicated=("average",))
+
+    return Module(is_frozen=False), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
