@@ -69,10 +69,26 @@ _DROPOUTS = (
     torch.dropout,
     torch.feature_dropout,
     torch.alpha_dropout,
+    torch.feature_alpha_dropout,
 )
+_KEEPS = (Tensor.bernoulli_, Tensor.bernoulli, torch.bernoulli)
+_OF_RRELU = ("input", "lower", "upper", "training", "inplace")
 _NAMES = {"input": "x", "train": "training"}
 _ATTENTION_DROPOUT = 4
 """Place of `dropout_p` among the arguments of `F.scaled_dot_product_attention`."""
+
+
+def _probability(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> float | None:
+    """Return the one probability of a draw; None if tensors of probabilities are data."""
+    default = 0.5 if func is Tensor.bernoulli_ else None
+    p = options.get("p", args[1] if len(args) > 1 else default)
+    if p is None:
+        p = args[0] if args else options["input"]
+        # One rate for each sample, to be multiplied with activations, is no data.
+        is_rate = p.ndim > 1 and not p.is_meta and 0 < p.numel() == p.shape[0]
+        is_filled = is_rate and bool((p == p.flatten()[0]).all())
+        return float(p.flatten()[0]) if is_filled else None
+    return p if isinstance(p, float) else None
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -109,13 +125,18 @@ class WithoutDropout(TorchFunctionMode):
             self.calls += given > 0
             # Called with 0 all the same: the attention itself has to be computed.
             args = [*args[:at], *([0.0] if len(args) > at else []), *args[at + 1 :]]
-        if func is Tensor.bernoulli_:  # as stochastic depth draws what it keeps
-            p = options.get("p", args[1] if len(args) > 1 else 0.5)
-            # A tensor of probabilities is no dropout, but data.
-            if isinstance(p, float):
+        if func is F.rrelu:  # draws the slopes of what is negative
+            given = dict(zip(_OF_RRELU, args, strict=False)) | options
+            self.calls += bool(given.get("training", False))
+            return func(**{**given, "training": False})
+        if func in _KEEPS:  # as stochastic depth draws what it keeps
+            p = _probability(func, args, options)
+            if p is not None:
                 self.calls += 1
+                value = args[0] if args else options["input"]
                 # Keeps all, or drops all where it mostly drops.
-                return args[0].fill_(float(p >= 0.5))
+                made = value if func is Tensor.bernoulli_ else torch.empty_like(value)
+                return made.fill_(float(p >= 0.5))
         return func(*args, **options)
 
     def _keep_all(

@@ -195,7 +195,7 @@ PROOFS: dict[str, str] = {
         random_draws::masking_by_the_order_of_noise
         random_draws::numbers_of_numpy_for_every_sample
         random_draws::test_validation_draws_and_logs_what_one_process_does""",
-    "dropout, and DropPath of a library": """
+    "dropout, `rrelu`, and DropPath (of a library, or by `torch.bernoulli`)": """
         random_draws::dropout_before_the_noise first_step_proof::test_no_false_alarm""",
     # Models
     "has no plan": """

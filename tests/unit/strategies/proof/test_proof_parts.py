@@ -172,8 +172,15 @@ def test_without_dropout_nothing_is_drawn() -> None:
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
         F.scaled_dot_product_attention(x, x, x, None, 0.5, True)
         assert x.new_empty(3).bernoulli_(0.9).tolist() == [1.0, 1.0, 1.0]
+        kept = torch.bernoulli(torch.full((3, 1), 0.9)), torch.full((3, 1), 0.2).bernoulli()
+        assert [each.tolist() for each in kept] == [[[1.0]] * 3, [[0.0]] * 3]
+        slopes = F.rrelu(-x, training=True)
         for needs_weights in (False, True):
             mixed, _ = attention(x[0], x[0], x[0], need_weights=needs_weights)
-    assert mode.calls == 8
+    assert mode.calls == 11
+    torch.testing.assert_close(slopes, F.rrelu(-x))
     torch.testing.assert_close(mixed, attention.eval()(x[0], x[0], x[0])[0])
     assert torch.equal(before, torch.get_rng_state())
+    with WithoutDropout() as mode:  # what chooses labels is no dropout
+        torch.bernoulli(torch.full((3, 4), 0.5)), torch.bernoulli(torch.full((3,), 0.5))
+    assert mode.calls == 0
