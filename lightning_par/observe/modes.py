@@ -2,6 +2,7 @@
 and no dropout.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch

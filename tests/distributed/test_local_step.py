@@ -144,6 +144,32 @@ def test_parameters_are_back_after_an_update_that_failed(rank: int, world: int) 
     assert module.seen == [{True}] * 4
 
 
+class Tasks(Module):
+    """Puts the states of a first task aside, trains another one, and takes them back."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if batch_idx == 1:
+            self.aside = dict(optimizer.state)
+            optimizer.state.clear()
+        if batch_idx == 3:
+            optimizer.state.update(self.aside)
+
+
+def train_tasks(rank: int, world: int, layout: str | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    trainer = fit(Tasks("SGD"), layout)
+    state: dict[str, Any] = trainer.lightning_module.state_dict()
+    return state
+
+
+def test_states_that_are_put_aside_stay_as_they_are() -> None:
+    (wanted,) = run_ranks(train_tasks, 1, None)
+    for found in run_ranks(train_tasks, 2, "tp2"):
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10)
+
+
 @ranks(2)
 def test_groups_that_come_later_step_on_shards_too(rank: int, world: int) -> None:
     module = Unfreezing("AdamW")

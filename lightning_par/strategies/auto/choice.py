@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_par.engine.activations.checkpointing import Recomputation
-from lightning_par.engine.experts.token_dispatch import sorts_tokens
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.engine.pipeline.stage import matching_modules
@@ -435,7 +434,8 @@ class LayoutChooser:
         # Losses that balance experts are none of parts of a batch; models of transformers that
         # have such a loss are refused by their plan.
         experts = matching_modules(self.module, self._plan.experts).values()
-        balances = self._plan.replica_sums or not all(map(sorts_tokens, experts))
+        computes = any(callable(getattr(each, "compute", None)) for each in experts)
+        balances = self._plan.replica_sums or computes
         alone = 1 if balances else 0
         return alone if given == "auto" else given
 

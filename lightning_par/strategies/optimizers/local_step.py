@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_par.upstream.dtensor import sharded_like
 
@@ -27,8 +28,9 @@ def step_on_shards(optimizer: Optimizer) -> None:
     """Let an optimizer step on the shards of its parameters; see Note [Local step].
 
     Args:
-        optimizer: Updates each entry of a weight by its own gradient and states, and calls the
-            closure of a step before it reads anything. A step without a closure stays as it is.
+        optimizer: Updates each entry of a weight by its own gradient and states, which it finds by
+            its groups and states alone, and calls the closure of a step before it reads anything.
+            A step without a closure, as with a scaler of gradients, stays as it is.
     """
     if optimizer not in _STEPS:
         _STEPS[optimizer] = _LocalStep(optimizer)
@@ -43,7 +45,8 @@ def end_local_step(optimizer: Optimizer) -> None:
 
 class _LocalStep:
     def __init__(self, optimizer: Optimizer) -> None:
-        self._shards: dict[DTensor, _Shard] = {}
+        # Weakly: an optimizer may be given other parameters, and outlives these.
+        self._shards: Any = WeakIdKeyDictionary()
         self._parameters: list[list[Tensor]] | None = None  # of each group, while shards are shown
         optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(lambda each, *_: self.hide(each))
@@ -58,6 +61,7 @@ class _LocalStep:
             return None
 
         def run() -> Any:
+            self.hide(optimizer)  # the closure is called once more, or an update has failed
             loss = closure()
             self._show(optimizer)
             return loss
@@ -68,7 +72,7 @@ class _LocalStep:
 
     @torch.no_grad()
     def _show(self, optimizer: Optimizer) -> None:
-        if self._parameters is not None:  # the closure of a step is called once more
+        if self._parameters is not None:  # by the step of a base class
             return
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         state = optimizer.state
@@ -78,8 +82,12 @@ class _LocalStep:
                 if isinstance(parameter, DTensor):
                     shard = self._shard_of(parameter)
                     shard.tensor.grad = _local(parameter.grad, parameter)
+                    # A step that fails here loses no state.
                     if parameter in state:
-                        state[shard.tensor] = shard.show(state.pop(parameter), parameter)
+                        state[shard.tensor] = shard.show(state[parameter], parameter)
+                        del state[parameter]
+                    else:
+                        shard.forget()
                     shown.append(shard.tensor)
                 else:
                     shown.append(parameter)
@@ -90,7 +98,7 @@ class _LocalStep:
         # While the shard holds its memory, no other has the same address.
         if shard is None or shard.tensor.data_ptr() != local.data_ptr():
             self._shards[parameter] = shard = _Shard(local)
-        return shard
+        return shard  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def hide(self, optimizer: Optimizer) -> None:
@@ -101,8 +109,8 @@ class _LocalStep:
         state = optimizer.state
         for group, held in zip(optimizer.param_groups, parameters, strict=True):
             for parameter in held:
-                if isinstance(parameter, DTensor):
-                    shard = self._shards[parameter]
+                shard = self._shards.get(parameter)  # None also where showing them has failed
+                if shard is not None:
                     shard.tensor.grad = None
                     if shard.tensor in state:
                         state[parameter] = shard.hide(state.pop(shard.tensor), parameter)
@@ -121,17 +129,23 @@ class _Shard:
 
     def __init__(self, local: Tensor) -> None:
         self.tensor = local.detach()
+        self.forget()
+
+    def forget(self) -> None:
+        """Know no states, as before the first update."""
         self._between: _State = {}
         self._within: _State = {}
         self._known: tuple[_State, _State] = ({}, {})
 
-    def show(self, held: _State, parameter: DTensor) -> _State:
+    def show(self, held: Any, parameter: DTensor) -> Any:
         """Return the states as a step has them.
 
         Args:
             held: As they are between steps: of the shape of the parameter as DTensors.
             parameter: The parameter.
         """
+        if not isinstance(held, dict):
+            return _local(held, parameter)
         # Mostly an update changes memory only.
         if held is not self._between or not _holds(held, self._known[0]):
             self._between = held
@@ -139,20 +153,25 @@ class _Shard:
             self._known = dict(held), dict(self._within)
         return self._within
 
-    def hide(self, found: _State, parameter: DTensor) -> _State:
+    def hide(self, found: Any, parameter: DTensor) -> Any:
         """Return the states as they are between steps.
 
         Args:
             found: As the step leaves them.
             parameter: The parameter.
         """
-        if found is not self._within or not _holds(found, self._known[1]):
-            self._within, shape = found, self.tensor.shape
+        shape = self.tensor.shape
+        if not isinstance(found, dict):
+            return _sharded(found, parameter, shape)
+        is_other = found is not self._within
+        if is_other:  # the user may keep the one before
+            self._between = {}
+        if is_other or not _holds(found, self._known[1]):
             made = {k: _sharded(v, parameter, shape) for k, v in found.items()}
             # In place, as on one process: somebody may hold it.
             self._between.clear()
             self._between.update(made)
-            self._known = made, dict(found)
+            self._within, self._known = found, (made, dict(found))
         return self._between
 
 

@@ -21,6 +21,7 @@ from lightning_par.strategies.optimizers.local_step import step_on_shards
 from lightning_par.strategies.optimizers.reach import (
     check_references,
     declared_reach,
+    LOOKS_ACROSS,
     looks_across_model,
     right_on_shards,
     steps_alone,
@@ -268,7 +269,9 @@ def _needs(
 def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -> None:
     reach, mesh = declared_reach(optimizer), model.mesh
     if reach == "entry":
-        step_on_shards(optimizer)
+        # One that is declared so may find its values by the parameters, as in attributes.
+        if not hasattr(optimizer, LOOKS_ACROSS):
+            step_on_shards(optimizer)
         return
     across_model, across_shards, across_later = _needs(optimizer, reach, model, device)
     if not (across_model or across_shards or across_later):
