@@ -24,37 +24,47 @@ from lightning_par.engine.collectives import refuses_second_gradient
 
 __all__ = ["WholeParameters", "as_parameter"]
 
+_TENSOR: Any = Tensor
+
 
 class _AsParameter(Tensor):
     """A whole tensor in the place of a parameter; see Note [Flags of wholes].
 
     Attributes:
-        shards: What the module and the optimizer hold of the parameter.
+        shards: What the module and the optimizer hold of the parameter; none of what is detached,
+            which answers as any tensor: `nn.Parameter` asks for the same class.
     """
 
-    shards: Sequence[Tensor]
+    shards: Sequence[Tensor] = ()
     # As of a parameter: functions give plain tensors.
     __torch_function__ = nn.Parameter.__torch_function__
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """True, as of every parameter."""
-        return True
+        return bool(self.shards) or _TENSOR.is_leaf.__get__(self)
 
     @property
     def requires_grad(self) -> bool:
         """Whether the parameter trains."""
-        return self.shards[0].requires_grad
+        flagged = self.shards or (self,)
+        return bool(_TENSOR.requires_grad.__get__(flagged[0]))
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
-        for shard in self.shards:
-            shard.requires_grad_(flag)
+        for shard in self.shards or (self,):
+            _TENSOR.requires_grad.__set__(shard, flag)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Set whether the parameter trains."""
         self.requires_grad = requires_grad
         return self
+
+    def detach(self) -> Tensor:
+        """Return the same entries without a gradient."""
+        found = super().detach()
+        found.__class__ = type(self)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -65,9 +75,11 @@ class _AsParameter(Tensor):
         return _copied(self).__reduce_ex__(protocol)
 
 
-def _copied(value: Tensor) -> nn.Parameter:
-    """Return a plain parameter: shards and that class have no place in copies and files."""
-    return nn.Parameter(value.detach().clone(), value.requires_grad)
+def _copied(value: Tensor) -> Tensor:
+    """Return a plain one: shards and that class have no place in copies and files."""
+    made = value.detach().clone()
+    is_parameter = isinstance(value, nn.Parameter)
+    return nn.Parameter(made, value.requires_grad) if is_parameter else made
 
 
 @cache
@@ -87,7 +99,7 @@ def as_parameter(value: Tensor, *shards: Tensor) -> Tensor:
         shards: What the module and the optimizer hold of the parameter.
     """
     value.__class__ = _class_like(type(value))
-    value.shards = shards  # type: ignore[attr-defined]
+    vars(value).update(shards=shards, _is_param=True)  # for which `isinstance` asks
     return value
 
 

@@ -27,6 +27,7 @@ from lightning_par.strategies.hooks.shown_checkpoint import shown_checkpoint
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.start.structure import structure_kept
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import hook_calls
@@ -86,6 +87,7 @@ class UserHooks:
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         self._view = WholeView(model.module, model.mesh, processes.device)
+        self._places = {id(part): name for name, part in model.module.named_modules()}
         self._are_together = processes.interruption.ranks_are_together
         self._opened.enter_context(replaced(processes, "agree", self._reads.agree))
         gradients = _ON_GRADIENTS if model.mesh.sizes.pipeline > 1 else ()
@@ -269,6 +271,11 @@ class UserHooks:
         # In this order: when the stack closes, the view ends first, with all ranks in it.
         stack.enter_context(self._reads.in_hook(self._view))
         stack.enter_context(self._view.around(label, optimizers, is_first=is_first))
+        stack.enter_context(structure_kept(self._place_of))
+
+    def _place_of(self, part: Any) -> str | None:
+        """Return the FQN of a module of any stage; None: it is not on the mesh."""
+        return self._places.get(id(part), self._reads.absent_modules.names.get(id(part)))
 
     def _log(self, inner: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log; what is reduced once the hook has ended has to be logged on all ranks."""
@@ -281,14 +288,12 @@ class UserHooks:
         gives it there, a stage takes what it holds.
         """
         module, states = self._model.module, self._model.states
-        places = {id(part): name for name, part in module.named_modules()}
 
         # The names are those of torch, which users may write.
         def load(
             part: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
         ) -> Any:
-            names, view = self._reads.absent_modules.names, self._view
-            place = places.get(id(part), names.get(id(part)))
+            place, view = self._place_of(part), self._view
             if place is None or view is None or not view.is_on:
                 return inner(part, state_dict, strict, assign)
             # A collective follows: a rank that loads alone is told so.

@@ -175,6 +175,10 @@ class WholeView(TorchFunctionMode):
             owners = self._owners
             self._held = {id(state): ("", self.place) for state in states}
             self._held |= {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
+            for tensor, stage in ((t, owners[n]) for n, t in named.items() if n in owners):
+                # For `nn.Parameter(w)`, which asks no mode, and gives the same memory.
+                if (memory := _marked(tensor)) is not tensor:
+                    vars(memory)[_STAGE] = self._run, stage
         try:
             with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
                 yield
@@ -475,6 +479,8 @@ class WholeView(TorchFunctionMode):
                 return value
             return torch.empty(value.shape, dtype=value.dtype, device=self._device)
 
+        # `nn.Parameter(w)` asks that what it detaches is of the same class.
+        kind = type(args[0]) if func == Tensor.detach else AbsentParameter
         fqn = next(t.fqn for t in parts if isinstance(t, AbsentParameter))
         with self._fakes, torch.no_grad():
             args, kwargs = tree_map(fake, (args, kwargs))
@@ -483,7 +489,7 @@ class WholeView(TorchFunctionMode):
         def stand(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return self.stand_for(About(fqn, tuple(value.shape), value.dtype), stage)
+            return self.stand_for(About(fqn, tuple(value.shape), value.dtype), stage, kind)
 
         return tree_map(stand, out)
 

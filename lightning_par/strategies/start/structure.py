@@ -1,11 +1,19 @@
 """Whether a hook has changed which parameters a module has, after the mesh took it over."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["Structure"]
+__all__ = ["Structure", "structure_kept"]
 
 
 class Structure:
@@ -53,10 +61,47 @@ class Structure:
         dist.all_gather_object(found, changed)
         changed = list(dict.fromkeys(name for names in found for name in names))
         if changed:
-            raise ConfigurationError(
-                "LP329",
-                f"a hook has replaced or deleted {', '.join(changed[:4])}, but the modules are "
-                "already sharded, and the forward still uses the old modules and parameters. "
-                "Replace modules and parameters earlier, in __init__, setup or configure_model; "
-                "or write to a parameter in place: self.net.head.weight.data.copy_(values).",
-            )
+            raise _refusal(changed)
+
+
+@contextmanager
+def structure_kept(place_of: Callable[[Any], str | None]) -> Iterator[None]:
+    """Inside, refuse to replace a parameter, or a module that has some by one from outside.
+
+    `Structure.check` looks once, before the first step; this is for every later hook.
+
+    Args:
+        place_of: Returns the FQN of a module that is on the mesh, else None.
+
+    Raises:
+        ConfigurationError: On every rank, as all run the hook.
+    """
+
+    def check(owner: nn.Module, name: str, new: Any) -> None:
+        place = place_of(owner)
+        if place is None:
+            return
+        entries: Any = owner._modules if isinstance(new, nn.Module) else owner._parameters
+        if name not in entries or entries[name] is new or place_of(new) is not None:
+            return
+        held = entries[name]  # of another stage, too, of which `get` knows nothing
+        if held is None:
+            return
+        if not isinstance(held, nn.Module) or any(True for _ in held.parameters()):
+            raise _refusal([f"{place}.{name}".removeprefix(".")])
+
+    with (
+        register_module_module_registration_hook(check),
+        register_module_parameter_registration_hook(check),
+    ):
+        yield
+
+
+def _refusal(changed: Sequence[str]) -> ConfigurationError:
+    return ConfigurationError(
+        "LP329",
+        f"a hook has replaced or deleted {', '.join(changed[:4])}, but the modules are "
+        "already sharded, and the forward still uses the old modules and parameters. "
+        "Replace modules and parameters earlier, in __init__, setup or configure_model; "
+        "or write to a parameter in place: self.net.head.weight.data.copy_(values).",
+    )

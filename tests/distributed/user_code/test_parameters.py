@@ -428,6 +428,46 @@ def _scaled(self: Any, x: Any) -> Any:
     return x + self.mlp(self.norm(x)) * self.scale
 
 
+@CASES.add(equal="tp2 zero3")
+def parameters_made_of_those_that_a_step_reads() -> Any:
+    def term(module: PlainModule) -> Any:
+        with torch.no_grad():
+            shadow = nn.Parameter(module.net.head.weight, requires_grad=False)
+        assert isinstance(module.net.head.weight, nn.Parameter)
+        return (nn.Parameter(module.net.norm.weight).detach() * shadow).square().sum() * 100
+
+    return penalized(term)
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def averages_in_parameters_made_of_those_of_hooks() -> Any:
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, _: Any) -> None:
+            rate = float(nn.Parameter(self.net.emb.weight.grad).detach().norm())
+            rate += float(nn.Parameter(self.net.blocks[0].mlp.up.weight).detach().norm())
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + rate)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            shadow = [nn.Parameter(p, requires_grad=False) for p in self.net.parameters()]
+            with torch.no_grad():
+                for parameter in shadow:  # in the memory of the model's
+                    parameter.mul_(0.99)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"zero3 pp2 tp2": r"replaced or deleted net.blocks.1.mlp.up.weight.*in place"})
+def a_layer_made_anew_after_a_step() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.gauge = nn.Identity()  # a module without weights may be made anew
+            if self.global_step == 2:
+                up = self.net.blocks[1].mlp.up
+                up.weight = nn.Parameter(up.weight * 0.5)
+
+    return Module(), token_pairs()
+
+
 class Pictures(pl.LightningModule):
     """A convolution net in `channels_last`, whose weights are not contiguous."""
 
