@@ -30,6 +30,7 @@ from lightning_par.strategies.start.loss_rule import (
     choose_parts,
     choose_rule,
     errors_of,
+    rows_of_a_step,
 )
 from lightning_par.strategies.start.own_outputs import (
     check_hyperparameters,
@@ -372,9 +373,9 @@ class FirstLook:
         Raises:
             ConfigurationError: No rule fits.
         """
-        tolerance, is_told = self.tolerance(), _is_told(found)
+        tolerance, stays, errors = self.tolerance(), self._stays, {*found.errors.values()}
+        is_told = _is_told(found) or errors == {math.inf}  # the whole has a loss, parts have none
         fitting = choose_rule(found.errors, tolerance) if is_told else []
-        stays = self._stays
         if stays and (not is_told or found.errors.get(stays.name, math.inf) <= tolerance):
             return
         self._is_known = is_told or found.seen is not None
@@ -436,9 +437,8 @@ class FirstLook:
             found = found if doubled is None else replace(found, errors=doubled.errors)
         if found.samples >= 4 and not _is_told(found):
             # Of a part nothing may count, or no triplet have its third; more samples may tell.
-            rows, half = [*range(min(found.samples, 16))], min(found.samples, 16) // 2
-            halved = tried(rows, rows[:half], rows[half:])
-            return found if halved is None else replace(halved, samples=found.samples)
+            cut = tried(*rows_of_a_step(found.samples, microbatches))
+            return found if cut is None else replace(cut, samples=found.samples)
         if found.samples >= 4 and not found.seen:
             # In the order of the halves: a step that draws for the samples gives each its numbers.
             # A mean over groups of samples is one over samples where groups are equally large.

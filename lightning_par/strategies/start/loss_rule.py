@@ -37,6 +37,7 @@ __all__ = [
     "choose_parts",
     "choose_rule",
     "errors_of",
+    "rows_of_a_step",
     "rule_error",
     "rule_of_labels",
 ]
@@ -203,18 +204,18 @@ def rule_error(
     """
     # Relative to the losses, as they are summed: 0 by 0 is no error.
     scale = max(abs(whole), *map(abs, parts)) or 1.0
-    if rule.is_sum:
-        return abs(whole - sum(parts)) / scale
     total = sum(weights)
-    # By such a rule the loss of these samples would not exist.
-    if total <= 0 or min(weights) < 0:
-        return float("inf")
-    pairs = zip(weights, parts, strict=True)
-    # Only parts that weigh something: the loss of others may be NaN.
-    error = abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
+    if rule.is_sum:
+        error = abs(whole - sum(parts)) / scale
+    elif total <= 0 or min(weights) < 0:
+        error = math.nan  # by such a rule the loss of these samples would not exist
+    else:
+        pairs = zip(weights, parts, strict=True)
+        # Only parts that weigh something: the loss of others may be NaN.
+        error = abs(whole - sum(w * loss / total for w, loss in pairs if w > 0)) / scale
     # A rule by which a part without a loss weighs something does not hold; another one may. Where
     # the loss of the batch is no number, nothing is known.
-    return float("inf") if math.isnan(error) and math.isfinite(whole) else error
+    return math.inf if math.isnan(error) and math.isfinite(whole) else error
 
 
 def choose_rule(errors: Mapping[str, float], tolerance: float) -> list[str]:
@@ -315,6 +316,20 @@ def errors_of(
             factor = min(1.0, size) if is_other else 1.0
             found.append({name: error * factor for name, error in each.items()} if size else {})
     return {rule.name: max(each.get(rule.name, 0.0) for each in found) for rule in rules}
+
+
+def rows_of_a_step(samples: int, microbatches: int) -> list[list[int]]:
+    """Return the places of some samples of a batch, and of those in each of several parts of them,
+    which are as large as those of a step: of smaller ones nothing may ever count.
+
+    Args:
+        samples: Of the batch; at least 2.
+        microbatches: Into how many it is cut.
+    """
+    most = min(samples, _ROWS)
+    size = min(most // 2, max(1, samples // microbatches))
+    rows = [*range(most // size * size)]
+    return [rows, *(rows[i : i + size] for i in rows[::size])]
 
 
 def _size(column: Sequence[float]) -> float:
