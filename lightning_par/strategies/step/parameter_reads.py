@@ -267,6 +267,8 @@ class ParameterReads:
         grad = torch.is_grad_enabled() and parameter.requires_grad
         if known is not None and (is_whole or known.needs_grad == grad):
             return known.value
+        if known is not None:
+            self.settle()  # so that what is handed out now has what was written to that one
         if is_whole:
             found: Tensor = parameter
         elif grad:
@@ -275,14 +277,9 @@ class ParameterReads:
             with torch.no_grad():
                 found = whole(parameter.detach()).detach()
         shard = parameter if shard is None else shard
-        self._handed[id(parameter)] = _Handed(
-            parameter,
-            shard,
-            found if is_whole else as_parameter(found, parameter, shard),
-            found.detach(),
-            count_of_changes(found),
-            grad,
-        )
+        value = found if is_whole else as_parameter(found, parameter, shard)
+        memory, changes = found.detach(), count_of_changes(found)
+        self._handed[id(parameter)] = _Handed(parameter, shard, value, memory, changes, grad)
         return found
 
     def listed(self, parameter: Any, shard: Tensor | None = None) -> Any:
