@@ -165,6 +165,9 @@ class AbsentParameter(Tensor):
 class ListedParameter(AbsentParameter, nn.Parameter):
     """One that a module of a hook lists, for which `isinstance` asks."""
 
+    # Those of parameters ask no mode, which knows the values.
+    __reduce_ex__, __deepcopy__ = Tensor.__reduce_ex__, Tensor.__deepcopy__
+
 
 def _plain(value: Any) -> Any:
     """Return ones: the step is refused when all stages have run it, whatever it computes."""
