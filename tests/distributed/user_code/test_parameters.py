@@ -220,9 +220,7 @@ def columns_kept_orthogonal() -> Any:
     return penalized(term)
 
 
-@CASES.add(
-    equal="tp2", large="zero1", refused={"pp2": r"reads weight of net.blocks.2.*modules\(\)"}
-)
+@CASES.add(equal="tp2", large="zero1", refused={"pp2": r"s weight of net.blocks.2.*modules\(\)"})
 def spectral_norms_of_linear_layers() -> Any:
     def term(module: nn.Module) -> Any:
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
