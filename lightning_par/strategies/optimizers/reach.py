@@ -9,6 +9,7 @@ looks across a matrix, and is not right on DTensors, in the second.
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from lightning_par.dtensor import box_at, whole
 from lightning_par.engine.rng import collect_random_states, fork_all_rng, states_alike
 from lightning_par.errors import ConfigurationError, either
 from lightning_par.strategies.setup.replaced_parameters import fits
+from lightning_par.upstream.dispatch import TorchDispatchMode
 
 __all__ = [
     "LOOKS_ACROSS",
@@ -186,8 +188,8 @@ def steps_alone(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether ranks may step on some of the parameters each; see Note [Probe].
 
     They may if no update looks across parameters or draws random numbers, whose order would be
-    another one; if nothing is read before the closure has run; and if states are tensors and
-    numbers.
+    another one; if nothing is read before the closure has run; if states are tensors and numbers;
+    and if it communicates nothing itself, which ranks with other parameters could not do together.
 
     Args:
         optimizer: Stays as it is.
@@ -273,13 +275,23 @@ def _try(
                 group["params"][:] = [t for n, t in pairs if kinds[n].group == number]
             for _ in range(_STEPS):
                 late.hide(clone, device)
-                # Of the class: a scheduler or a hook may have replaced `step` on the object.
-                type(clone).step(clone, closure)  # type: ignore[arg-type]
+                with _Alone() if is_late else nullcontext():  # type: ignore[no-untyped-call]
+                    # Of the class: a scheduler or a hook may have replaced `step` on the object.
+                    type(clone).step(clone, closure)  # type: ignore[arg-type]
                 late.check(clone, device)
             after = [whole(tensor.detach()) for tensor in tensors]
     except Exception:  # whatever a stranger's optimizer raises means that it cannot be tried
         return None
     return list(zip(start, after, strict=True))
+
+
+class _Alone(TorchDispatchMode):
+    """Inside, a collective raises an exception before it starts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError("see `steps_alone`")
+        return func(*args, **(kwargs or {}))
 
 
 class _Late:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import StepLR
 
@@ -237,6 +238,32 @@ def another_optimizer_in_a_hook() -> Any:
         def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
                 self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.1)]
+
+    return Module(), token_pairs()
+
+
+class Averaging(torch.optim.Optimizer):
+    """Averages gradients over all ranks itself, as scripts without a strategy do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if dist.is_initialized():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+
+
+@CASES.add(equal="zero1 zero3")
+def gradients_averaged_by_the_optimizer() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return Averaging(self.parameters())
 
     return Module(), token_pairs()
 
