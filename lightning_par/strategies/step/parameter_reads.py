@@ -212,8 +212,11 @@ class ParameterReads:
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
-        if self._handed:
-            self._keep_writes()
+        if handed := list(self._handed.values()):
+            self._handed.clear()
+            self._steps += 1
+            self._keep_writes(handed)
+            self._compares = self._steps < _COMPARED
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -267,8 +270,8 @@ class ParameterReads:
         grad = torch.is_grad_enabled() and parameter.requires_grad
         if known is not None and (is_whole or known.needs_grad == grad):
             return known.value
-        if known is not None:
-            self.settle()  # so that what is handed out now has what was written to that one
+        if known is not None:  # what is handed out now has what was written to that one
+            self._keep_writes([self._handed.pop(id(parameter))])
         if is_whole:
             found: Tensor = parameter
         elif grad:
@@ -334,15 +337,12 @@ class ParameterReads:
                 yield f"{prefix}.{name}", parameter
 
     @torch.no_grad()
-    def _keep_writes(self) -> None:
+    def _keep_writes(self, handed: Sequence[_Handed]) -> None:
         """Copy what the step wrote to whole tensors into the parameters.
 
         A write through ``.data`` is not counted by torch, so that values are compared: in the first
         steps, and always if there was one or if they were read without gradients.
         """
-        self._steps += 1
-        handed = list(self._handed.values())
-        self._handed.clear()
         compared = [h.restore_memory() or self._compares or not h.needs_grad for h in handed]
         uncounted = [h for h, c in zip(handed, compared, strict=True) if c and not h.is_counted]
         differ = [torch.ne(*h.parts()).any() for h in uncounted]
@@ -350,11 +350,13 @@ class ParameterReads:
         found = [h for h, differs in zip(uncounted, flags, strict=True) if differs]
         for one in [h for h in handed if h.is_counted] + found:
             if one.shard is one.parameter and self._is_gathered(one.parameter):
+                self._handed.clear()  # the end of the step is not to refuse another one instead
                 raise PlanError(
                     "LP408", _written(next(n for n, p in self._named() if p is one.parameter))
                 )
             self._write(one, one.is_counted)
-        self._compares = bool(found) or self._steps < _COMPARED
+        if found:
+            self._steps = 0
 
     def _write(self, handed: _Handed, counted: bool) -> None:
         """Copy a value into this rank's part, and into what FSDP has gathered of it."""

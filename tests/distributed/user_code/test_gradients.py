@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as clip
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
+from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
@@ -427,6 +429,34 @@ class _StepsItself(PlainModule):
 @CASES.add(equal="zero2_offload", large="zero2")
 def an_own_step_that_changes_gradients_for_the_host() -> Any:
     return _StepsItself(), token_pairs()
+
+
+@CASES.add(equal="tp2pp2", strategy={"sequence_parallel": False})
+def positions_and_marks_with_one_gradient() -> Any:
+    """Of one sample, autograd gives both parameters the same tensor, to which it adds later."""
+
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(64, 32)
+            self.positions = nn.Parameter(torch.randn(1, 6, 32))
+            self.marks = nn.Parameter(torch.randn(1, 6, 32))
+
+        def forward(self, x: Any) -> Any:
+            return self.tokens(x) + self.positions + self.marks
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.emb = Embedding()
+
+        def parallel_plan(self) -> ParallelPlan:
+            plan = super().parallel_plan()
+            tensor = {n: style for n, style in plan.tensor.items() if n != "net.emb"}
+            given = {"net.emb": "replicated", "net.emb.tokens": "vocab_embedding"}
+            return replace(plan, tensor={**tensor, **given})
+
+    return Module(), token_pairs(length=6)
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -279,34 +278,6 @@ def logits_from_the_embedding_by_hand() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2pp2", strategy={"sequence_parallel": False})
-def positions_and_marks_with_one_gradient() -> Any:
-    """Of one sample, autograd gives both parameters the same tensor, to which it adds later."""
-
-    class Embedding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(64, 32)
-            self.positions = nn.Parameter(torch.randn(1, 6, 32))
-            self.marks = nn.Parameter(torch.randn(1, 6, 32))
-
-        def forward(self, x: Any) -> Any:
-            return self.tokens(x) + self.positions + self.marks
-
-    class Module(PlainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.emb = Embedding()
-
-        def parallel_plan(self) -> ParallelPlan:
-            plan = super().parallel_plan()
-            tensor = {n: style for n, style in plan.tensor.items() if n != "net.emb"}
-            given = {"net.emb": "replicated", "net.emb.tokens": "vocab_embedding"}
-            return replace(plan, tensor={**tensor, **given})
-
-    return Module(), token_pairs(length=6)
-
-
 @CASES.add(equal="tp2 pp2")
 def device_dtype_and_count_of_parameters() -> Any:
     class Module(PlainModule):
@@ -401,16 +372,40 @@ def weights_that_late_steps_replace() -> Any:
     return Module(), token_pairs(64)
 
 
+def plan_with_a_teacher(self: Any) -> ParallelPlan:
+    parts = PlainModule().parallel_plan().tensor
+    styles = parts | {"net.head": "colwise_gather_output"}
+    for name in ("net.blocks.*.norm", "net.norm"):
+        styles[name] = "replicated"
+    styles |= {k.replace("net.", "teacher.", 1): v for k, v in styles.items()}
+    return ParallelPlan(blocks="net.blocks", tensor=styles, batch=BatchLayout())
+
+
 @CASES.add(equal="tp2 zero3", large="zero1tp2", strategy={"sequence_parallel": False})
 def teacher_with_a_plan() -> Any:
     class Module(Student):
-        def parallel_plan(self) -> ParallelPlan:
-            parts = PlainModule().parallel_plan().tensor
-            styles = parts | {"net.head": "colwise_gather_output"}
-            for name in ("net.blocks.*.norm", "net.norm"):
-                styles[name] = "replicated"
-            styles |= {k.replace("net.", "teacher.", 1): v for k, v in styles.items()}
-            return ParallelPlan(blocks="net.blocks", tensor=styles, batch=BatchLayout())
+        parallel_plan = plan_with_a_teacher
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero3", strategy={"sequence_parallel": False})
+def teacher_that_the_step_moves_behind_a_penalty() -> Any:
+    """The step reads weights again, without gradients, while it holds those that it moves."""
+
+    class Module(Student):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            penalty = sum(p.square().sum() for p in self.net.parameters())
+            with torch.no_grad():
+                pairs = zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+                for slow, own in pairs if batch_idx % 2 else [*pairs]:
+                    slow.mul_(0.9).add_(own, alpha=0.1)
+            return super().training_step(batch, batch_idx) + 1e-2 * penalty
+
+        def move(self, batch_idx: int) -> None:
+            """Nothing else."""
+
+        parallel_plan = plan_with_a_teacher
 
     return Module(), token_pairs()
 
