@@ -30,6 +30,7 @@ from lightning_par.strategies.start.loss_rule import (
     choose_parts,
     choose_rule,
     errors_of,
+    have_no_loss,
     rows_of_a_step,
 )
 from lightning_par.strategies.start.own_outputs import (
@@ -373,8 +374,9 @@ class FirstLook:
         Raises:
             ConfigurationError: No rule fits.
         """
-        tolerance, stays, errors = self.tolerance(), self._stays, {*found.errors.values()}
-        is_told = _is_told(found) or errors == {math.inf}  # the whole has a loss, parts have none
+        tolerance, stays = self.tolerance(), self._stays
+        has_none = have_no_loss(found.errors, found.samples, microbatches)
+        is_told = _is_told(found) or (has_none and stays is None)
         fitting = choose_rule(found.errors, tolerance) if is_told else []
         if stays and (not is_told or found.errors.get(stays.name, math.inf) <= tolerance):
             return
@@ -385,8 +387,7 @@ class FirstLook:
             if not found.is_random:
                 raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
             # Parts draw other numbers than the whole: only what a cross-entropy shows is known.
-            shown = [name for name in names if name in (found.seen or ())]
-            if shown:
+            if shown := [name for name in names if name in (found.seen or ())]:
                 self._settle(rules, shown, "seen in cross_entropy", found.ratios)
             else:
                 self._warn_of_random()
@@ -432,9 +433,8 @@ class FirstLook:
             cut = [(take_samples(batches[0], dims, each), len(each)) for each in rows]
             return self._try(rules, cut, run)
 
-        if found.samples == 1 and not found.is_random:
-            doubled = tried([0, 0], [0], [0])
-            found = found if doubled is None else replace(found, errors=doubled.errors)
+        if found.samples == 1 and not found.is_random and (two := tried([0, 0], [0], [0])):
+            found = replace(found, errors=two.errors)
         if found.samples >= 4 and not _is_told(found):
             # Of a part nothing may count, or no triplet have its third; more samples may tell.
             cut = tried(*rows_of_a_step(found.samples, microbatches))

@@ -37,6 +37,7 @@ __all__ = [
     "choose_parts",
     "choose_rule",
     "errors_of",
+    "have_no_loss",
     "rows_of_a_step",
     "rule_error",
     "rule_of_labels",
@@ -330,6 +331,19 @@ def rows_of_a_step(samples: int, microbatches: int) -> list[list[int]]:
     size = min(most // 2, max(1, samples // microbatches))
     rows = [*range(most // size * size)]
     return [rows, *(rows[i : i + size] for i in rows[::size])]
+
+
+def have_no_loss(errors: Mapping[str, float], samples: int, microbatches: int) -> bool:
+    """Return whether the parts of `rows_of_a_step` have no loss while the whole has one, and those
+    of a step are no larger.
+
+    Args:
+        errors: Name of a rule -> its error.
+        samples: Of the batch; 0: unknown.
+        microbatches: Into how many it is cut.
+    """
+    is_large = 0 < samples // microbatches <= min(samples, _ROWS) // 2
+    return is_large and {*errors.values()} == {math.inf}
 
 
 def _size(column: Sequence[float]) -> float:

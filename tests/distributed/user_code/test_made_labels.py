@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, ParallelPlan
 from tests.distributed.user_code.test_batches import Undeclared
-from tests.support.models.plain_language_model import PlainModule, PlainNet
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
@@ -251,6 +251,21 @@ def a_small_term_over_the_same_labels() -> Any:
 @CASES.add(equal="zero1")
 def a_small_term_of_weights() -> Any:
     return with_term(lambda net, logits, counts: sum(p.square().sum() for p in net.parameters()))
+
+
+@CASES.add(equal="pp2", batch_size=64, strategy={"num_microbatches": 2})
+def chosen_samples_of_which_a_few_samples_have_none() -> Any:
+    """Every micro-batch has as many; the first eight samples, which the first look takes as a part,
+    have none.
+    """
+
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Any:
+            x, y = batch
+            losses = F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), reduction="none")
+            return losses.view(y.shape).mean(1)[15::16].mean()
+
+    return Module(), token_pairs(128)
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
