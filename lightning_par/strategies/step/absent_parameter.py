@@ -192,7 +192,7 @@ def absent_parameter(
     """
     # One element with stride 0 in every dim: the shape of the parameter without its memory.
     value = torch.zeros((), dtype=about.dtype, device=device).expand(about.shape)
-    made = make_subclass(kind, value, about.requires_grad)
+    made = make_subclass(kind, value, False)
     made.fqn, made.refusals = about.name, refusals
     return made
 

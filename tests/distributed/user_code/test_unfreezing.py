@@ -231,18 +231,6 @@ def a_net_in_evaluation_from_the_start() -> Any:
     return module, token_pairs()
 
 
-@CASES.add(equal="pp2")
-def counts_what_is_trained() -> Any:
-    class Module(PlainModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            trained = sum(parameter.requires_grad for parameter in self.parameters())
-            return super().training_step(batch, batch_idx) * (trained / 10)
-
-    module = Module()
-    module.net.head.requires_grad_(False)
-    return module, token_pairs()
-
-
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
