@@ -149,9 +149,10 @@ def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
         plan: What `infer_plan` gave.
         model: For which it gave it.
     """
+    code = f"{plan.as_code()}{_describe_frozen(plan, model)}"
     gathered = [name for name, style in plan.tensor.items() if style == "colwise_gather_output"]
     if not gathered:
-        return plan.as_code()
+        return code
     stacked = [name for name in gathered if _stacks_three(name, model)]
     why = (
         "If the code after one of them is attention that reshapes its output to a fixed width, "
@@ -164,8 +165,26 @@ def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
             "reshape(b, t, -1) after the attention, so that the heads can stay sharded."
         )
     return (
-        f"{plan.as_code()}\nThe outputs of {', '.join(gathered)} are gathered, since the code "
+        f"{code}\nThe outputs of {', '.join(gathered)} are gathered, since the code "
         f"after them needs their whole width. {why}"
+    )
+
+
+def _describe_frozen(plan: ParallelPlan, model: nn.Module) -> str:
+    """Return what frozen modules cost that every stage holds; nothing if there are none."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    held = {
+        name: [p for n, p in own.items() if n == name or n.startswith(f"{name}.")]
+        for name in plan.replicated
+    }
+    frozen = {n: ps for n, ps in held.items() if ps and not any(p.requires_grad for p in ps)}
+    if not frozen:
+        return ""
+    size = sum(p.nbytes for each in frozen.values() for p in each) / 2**20
+    return (
+        f"\nEvery stage of a pipeline holds {', '.join(frozen)}, frozen ({size:.1f} MiB), "
+        "since a step or an evaluation may call it on any of them. What none calls, or only after "
+        f"the blocks, the last stage can hold alone: declare ParallelPlan(last={tuple(frozen)!r})."
     )
 
 

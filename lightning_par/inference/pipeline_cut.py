@@ -222,7 +222,7 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
     named = model.named_parameters(remove_duplicate=False)
     used = {name: uses.get(name, frozenset()) for name, _ in named}
     units = classify_units(model, _plan_of(Cut(containers=containers)))
-    read_by_step = _read_by_step(trace)
+    read_by_step, has_evaluation = _read_by_step(trace), _has_evaluation(model)
     roles: dict[Place, list[str]] = {"first": [], "last": [], "every": []}
     # A role is declared only where it differs from what `classify_units` would say by itself.
     for unit, default in units.items():
@@ -232,7 +232,7 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
                 place = "every"
             # An evaluation may call what the training step leaves alone, such as a copy of the
             # model with averages of its weights.
-            if place is None and _is_frozen(model, name):
+            if place is None and has_evaluation and _is_frozen(model, name):
                 place = "every"
             # Stubs of the last stage's modules raise when an earlier stage calls them.
             if place == "last" and _is_called_early(trace, name, calls[-1]):
@@ -263,6 +263,12 @@ def _read_by_step(trace: Trace) -> set[str]:
         for value in operation.inputs
         if value.kind == "parameter"
     }
+
+
+def _has_evaluation(model: nn.Module) -> bool:
+    """Whether a LightningModule has a step of evaluation that is not Lightning's own."""
+    steps = (getattr(model, f"{kind}_step", None) for kind in ("validation", "test", "predict"))
+    return any(not step.__module__.startswith("lightning.") for step in steps if callable(step))
 
 
 def _is_frozen(model: nn.Module, name: str) -> bool:

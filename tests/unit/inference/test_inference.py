@@ -1,6 +1,7 @@
 """Plans by structure, without processes: what is found, what is refused, and that nothing moves."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -103,6 +104,21 @@ def test_stacked_heads_are_gathered() -> None:
     assert describe_inferred(divided, model) == divided.as_code()
     assert plan.tensor["layers.*.mlp.down"] == "rowwise"
     assert not plan.divided
+
+
+@pytest.mark.parametrize("has_evaluation", [True, False])
+def test_frozen_modules_that_no_step_uses(has_evaluation: bool) -> None:
+    class Evaluated(Planless):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            """Perhaps calls it."""
+
+    model = (Evaluated if has_evaluation else Planless)(LanguageModel())
+    model.other = nn.Linear(512, 512).requires_grad_(False)
+    plan = infer_plan(model, example=(TOKENS, TOKENS))
+    said = describe_inferred(plan, model)
+    assert ("other" in plan.replicated) == has_evaluation
+    note = r"stage of a pipeline holds other, frozen \(1.0 MiB\).*Plan\(last=\('other',\)\)"
+    assert bool(re.search(note, said, re.DOTALL)) == has_evaluation
 
 
 def test_layers_that_do_not_divide_stay_whole() -> None:
