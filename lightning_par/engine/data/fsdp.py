@@ -36,6 +36,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_par.engine.data.absent_gradients import AbsentGradients
 from lightning_par.engine.data.gather_on_use import GatherOnUse
@@ -55,7 +56,41 @@ from lightning_par.upstream.fsdp import (
 )
 from lightning_par.upstream.tensor import own_attributes
 
-__all__ = ["Sharding", "shard_model"]
+__all__ = ["Sharding", "second_names_dropped", "shard_model"]
+
+
+@contextmanager
+def second_names_dropped(
+    module: nn.Module, kept: Callable[[Tensor], Tensor] = lambda parameter: parameter
+) -> Iterator[None]:
+    """Inside of a step, a parameter of the module that it keeps becomes a plain attribute.
+
+    So does a whole one. Torch would list the parameter under its new name alone, and save it twice.
+
+    Args:
+        module: The user's.
+        kept: Returns what is kept after the step.
+    """
+    added = list[tuple[nn.Module, str, Tensor]]()
+
+    def note(owner: nn.Module, name: str, parameter: Tensor) -> None:
+        # As they are: a list of parameters in a step would gather all.
+        held = (p for part in module.modules() for p in dict.values(vars(part)["_parameters"]))
+        if name not in owner._parameters and any(parameter is p for p in held):
+            added.append((owner, name, parameter))
+
+    try:
+        with register_module_parameter_registration_hook(note):
+            yield
+    finally:
+        for owner, name, parameter in added:
+            if owner._parameters.get(name) is parameter:
+                del owner._parameters[name]
+                vars(owner)[name] = kept(parameter)
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().clone()
 
 
 class _StepRoot(nn.Module):
@@ -68,7 +103,9 @@ class _StepRoot(nn.Module):
         self.model = model
 
     def forward(self, step: Callable[[], Any]) -> Any:
-        return step()
+        # A copy: FSDP2 will free the memory of what it has gathered.
+        with second_names_dropped(self.model, _copy):
+            return step()
 
 
 class Sharding:

@@ -75,10 +75,10 @@ class _AsParameter(Tensor):
         return _copied(self).__reduce_ex__(protocol)
 
 
-def _copied(value: Tensor) -> Tensor:
+def _copied(value: _AsParameter) -> Tensor:
     """Return a plain one: shards and that class have no place in copies and files."""
     made = value.detach().clone()
-    is_parameter = isinstance(value, nn.Parameter)
+    is_parameter = value.shards or isinstance(value, nn.Parameter)
     return nn.Parameter(made, value.requires_grad) if is_parameter else made
 
 
@@ -99,7 +99,8 @@ def as_parameter(value: Tensor, *shards: Tensor) -> Tensor:
         shards: What the module and the optimizer hold of the parameter.
     """
     value.__class__ = _class_like(type(value))
-    vars(value).update(shards=shards, _is_param=True)  # for which `isinstance` asks
+    # No parameter for `isinstance`: a module would register it where a step keeps it.
+    value.shards = shards  # type: ignore[attr-defined]
     return value
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.dtensor import local_part
+from lightning_par.engine.data.fsdp import second_names_dropped
 from lightning_par.engine.rng import (
     collect_random_states,
     restore_random_states,
@@ -388,7 +389,7 @@ def _prepare(
         if given.start.is_later:
             _follow(module.trainer.optimizers, given.start.groups)
         before = collect_random_states(device)
-        with _noting_writes(module, record.written):
+        with _noting_writes(module, record.written), second_names_dropped(module):
             take = partial(run_parts, step) if isinstance(batch, PartedBatch) else step
             result = take(batch, *given.arguments[done])
         record.draws |= not states_alike(before, collect_random_states(device))

@@ -428,7 +428,6 @@ def parameters_made_of_those_that_a_step_reads() -> Any:
     def term(module: PlainModule) -> Any:
         with torch.no_grad():
             shadow = nn.Parameter(module.net.head.weight, requires_grad=False)
-        assert isinstance(module.net.head.weight, nn.Parameter)
         return (nn.Parameter(module.net.norm.weight).detach() * shadow).square().sum() * 100
 
     return penalized(term)

@@ -1,0 +1,52 @@
+"""Parameters, and what is made of them, in attributes that steps and hooks assign."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+
+
+class Keeping(PlainModule):
+    """Keeps a weight for the end of the step, at which a mesh has registered nothing."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.world_size > 1:
+            assert "kept" not in self._parameters
+            assert all("." in name for name in self.state_dict())
+        del self.kept
+
+
+@CASES.add(equal="tp2 zero3", large="zero1 zero1tp2")
+def a_weight_that_a_step_keeps() -> Any:
+    class Module(Keeping):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.kept = self.net.head.weight
+            loss = self.loss(batch) + 0.1 * self.kept.square().mean()
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero3", large="zero1 zero1tp2")
+def a_weight_that_a_step_keeps_without_gradients() -> Any:
+    class Module(Keeping):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                self.kept = self.net.head.weight
+            loss = super().training_step(batch, batch_idx)
+            return loss * (1 + 0.1 * self.kept.detach().square().mean())
+
+    return Module(), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
