@@ -87,7 +87,10 @@ class UserHooks:
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         self._view = WholeView(model.module, model.mesh, processes.device)
-        self._places = {id(part): name for name, part in model.module.named_modules()}
+        # The objects are held, so that no other one can get the same `id`.
+        self._places = {id(part): (part, name) for name, part in model.module.named_modules()}
+        known = self._reads.known.items()
+        self._parameters = [name for name, about in known if not about.is_buffer]
         self._are_together = processes.interruption.ranks_are_together
         self._opened.enter_context(replaced(processes, "agree", self._reads.agree))
         gradients = _ON_GRADIENTS if model.mesh.sizes.pipeline > 1 else ()
@@ -271,11 +274,13 @@ class UserHooks:
         # In this order: when the stack closes, the view ends first, with all ranks in it.
         stack.enter_context(self._reads.in_hook(self._view))
         stack.enter_context(self._view.around(label, optimizers, is_first=is_first))
-        stack.enter_context(structure_kept(self._place_of))
+        stack.enter_context(structure_kept(self._place_of, self._parameters))
 
     def _place_of(self, part: Any) -> str | None:
         """Return the FQN of a module of any stage; None: it is not on the mesh."""
-        return self._places.get(id(part), self._reads.absent_modules.names.get(id(part)))
+        if (held := self._places.get(id(part))) is not None:
+            return held[1]
+        return self._reads.absent_modules.names.get(id(part))
 
     def _log(self, inner: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log; what is reduced once the hook has ended has to be logged on all ranks."""

@@ -1,6 +1,6 @@
 """Whether a hook has changed which parameters a module has, after the mesh took it over."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,13 +65,17 @@ class Structure:
 
 
 @contextmanager
-def structure_kept(place_of: Callable[[Any], str | None]) -> Iterator[None]:
+def structure_kept(
+    place_of: Callable[[Any], str | None], parameters: Collection[str]
+) -> Iterator[None]:
     """Inside, refuse to replace a parameter, or a module that has some by one from outside.
 
-    `Structure.check` looks once, before the first step; this is for every later hook.
+    `Structure.check` looks once, before the first step; this is for every later hook. What a hook
+    has made itself may be made anew.
 
     Args:
         place_of: Returns the FQN of a module that is on the mesh, else None.
+        parameters: The names of those that are on the mesh.
 
     Raises:
         ConfigurationError: On every rank, as all run the hook.
@@ -84,11 +88,9 @@ def structure_kept(place_of: Callable[[Any], str | None]) -> Iterator[None]:
         entries: Any = owner._modules if isinstance(new, nn.Module) else owner._parameters
         if name not in entries or entries[name] is new or place_of(new) is not None:
             return
-        held = entries[name]  # of another stage, too, of which `get` knows nothing
-        if held is None:
-            return
-        if not isinstance(held, nn.Module) or any(True for _ in held.parameters()):
-            raise _refusal([f"{place}.{name}".removeprefix(".")])
+        fqn = f"{place}.{name}".removeprefix(".")
+        if any(f"{held}.".startswith(f"{fqn}.") for held in parameters):
+            raise _refusal([fqn])
 
     with (
         register_module_module_registration_hook(check),

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
+from tests.distributed.user_code.test_hooks import rate_of
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
@@ -42,6 +43,19 @@ def a_weight_that_a_step_keeps_without_gradients() -> Any:
                 self.kept = self.net.head.weight
             loss = super().training_step(batch, batch_idx)
             return loss * (1 + 0.1 * self.kept.detach().square().mean())
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2 zero3", large="tp2 zero0")
+def a_probe_and_centroids_that_a_hook_makes_anew() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.probe = nn.Linear(3, 1)
+            self.centroids = nn.Parameter(torch.ones(2, 3) / (1 + batch_idx), requires_grad=False)
+            rate_of(self, self.probe(self.centroids).detach().norm())
+            if self.global_step == 4:
+                del self.probe, self.centroids
 
     return Module(), token_pairs()
 
