@@ -88,7 +88,9 @@ class UserHooks:
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         self._view = WholeView(model.module, model.mesh, processes.device)
         # The objects are held, so that no other one can get the same `id`.
-        self._places = {id(part): (part, name) for name, part in model.module.named_modules()}
+        self._places: dict[int, tuple[nn.Module, str]] = {
+            id(part): (part, name) for name, part in model.module.named_modules()
+        }
         known = self._reads.known.items()
         self._parameters = [name for name, about in known if not about.is_buffer]
         self._are_together = processes.interruption.ranks_are_together

@@ -51,7 +51,6 @@ from lightning_par.strategies.step.absent_parameter import (
     absent_parameter,
     AbsentParameter,
     END_OF_HOOK,
-    ListedParameter,
     Refusals,
     user_line,
 )
@@ -224,8 +223,9 @@ class WholeView(TorchFunctionMode):
         if made is None:
             # In a rehearsal other stages do not answer, and nobody asks for values.
             stage = self._owners.get(about.name, -1)
-            kind = AbsentParameter if about.is_buffer else ListedParameter
-            made = self._handles[about.name] = self.stand_for(about, stage, kind)
+            made = self._handles[about.name] = self.stand_for(about, stage)
+            # For `isinstance`. Of a class of parameters, what is detached would be one, too.
+            vars(made)["_is_param"] = not about.is_buffer
             with plain_functions():
                 made.requires_grad_(about.requires_grad)
         return made
@@ -246,11 +246,9 @@ class WholeView(TorchFunctionMode):
         """Note of what a state dict made outside of the hook holds to which stage it belongs."""
         self._tagged(value, self._owners.get(name))
 
-    def stand_for(
-        self, about: About, stage: int, kind: type[AbsentParameter] = AbsentParameter
-    ) -> AbsentParameter:
+    def stand_for(self, about: About, stage: int) -> AbsentParameter:
         """Return what stands for a tensor of another stage."""
-        made = absent_parameter(about, self._device, Refusals(waits=False), kind)
+        made = absent_parameter(about, self._device, Refusals(waits=False))
         vars(made)[_STAGE] = self._run, stage
         return made
 
@@ -479,8 +477,6 @@ class WholeView(TorchFunctionMode):
                 return value
             return torch.empty(value.shape, dtype=value.dtype, device=self._device)
 
-        # `nn.Parameter(w)` asks that what it detaches is of the same class.
-        kind = type(args[0]) if func == Tensor.detach else AbsentParameter
         fqn = next(t.fqn for t in parts if isinstance(t, AbsentParameter))
         with self._fakes, torch.no_grad():
             args, kwargs = tree_map(fake, (args, kwargs))
@@ -489,7 +485,7 @@ class WholeView(TorchFunctionMode):
         def stand(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return self.stand_for(About(fqn, tuple(value.shape), value.dtype), stage, kind)
+            return self.stand_for(About(fqn, tuple(value.shape), value.dtype), stage)
 
         return tree_map(stand, out)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import lightning
 import torch
-from torch import nn, Tensor
+from torch import Tensor
 
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.errors import PlanError
@@ -23,7 +23,6 @@ __all__ = [
     "AbsentParameter",
     "AbsentPart",
     "HookView",
-    "ListedParameter",
     "Refusals",
     "absent_parameter",
     "is_of_a_framework",
@@ -162,13 +161,6 @@ class AbsentParameter(Tensor):
             return func(*plain[0], **plain[1])
 
 
-class ListedParameter(AbsentParameter, nn.Parameter):
-    """One that a module of a hook lists, for which `isinstance` asks."""
-
-    # Those of parameters ask no mode, which knows the values.
-    __reduce_ex__, __deepcopy__ = Tensor.__reduce_ex__, Tensor.__deepcopy__
-
-
 def _plain(value: Any) -> Any:
     """Return ones: the step is refused when all stages have run it, whatever it computes."""
     if not isinstance(value, AbsentParameter):
@@ -180,7 +172,6 @@ def absent_parameter(
     about: About,
     device: torch.device,
     refusals: Refusals,
-    kind: type[AbsentParameter] = AbsentParameter,
 ) -> AbsentParameter:
     """Return what stands for a parameter of another stage; it takes no memory.
 
@@ -188,11 +179,10 @@ def absent_parameter(
         about: What is known of it.
         device: Device of this rank.
         refusals: Where reads of it are written down.
-        kind: Class of the result.
     """
     # One element with stride 0 in every dim: the shape of the parameter without its memory.
     value = torch.zeros((), dtype=about.dtype, device=device).expand(about.shape)
-    made = make_subclass(kind, value, False)
+    made = make_subclass(AbsentParameter, value, False)
     made.fqn, made.refusals = about.name, refusals
     return made
 

@@ -47,6 +47,25 @@ def a_weight_that_a_step_keeps_without_gradients() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="pp2 zero3", large="tp2 tp2pp2")
+def weights_that_a_hook_detaches() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_start(self, *_: Any) -> None:
+            for name in ("emb", "head"):  # of the first stage and of the last one
+                weight = self.net.get_submodule(name).weight
+                setattr(self, f"{name}_now", weight.detach())
+                setattr(self, f"{name}_saved", self.net.state_dict()[f"{name}.weight"])
+                setattr(self, f"{name}_before", weight.detach().clone())
+                assert isinstance(weight, nn.Parameter)
+            assert not self._parameters
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            moved = (self.emb_now - self.emb_before).norm() + self.head_saved.norm()
+            rate_of(self, float(moved) + float((self.head_now - self.head_before).norm()))
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="pp2 zero3", large="tp2 zero0")
 def a_probe_and_centroids_that_a_hook_makes_anew() -> Any:
     class Module(PlainModule):
