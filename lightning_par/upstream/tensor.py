@@ -33,6 +33,7 @@ __all__ = [
     "gradient_hooks",
     "make_subclass",
     "make_wrapper",
+    "mark_as_parameter",
     "memory_key",
     "own_attributes",
     "plain_functions",
@@ -72,6 +73,13 @@ def memory_key(tensor: Tensor) -> int:
 def own_attributes(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes that users have set on a parameter; torch marks some as parameters."""
     return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` be true of a tensor of another class; torch's own
+    parameters of other classes have this mark, which has no public name.
+    """
+    vars(tensor)["_is_param"] = True
 
 
 def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:

@@ -57,7 +57,7 @@ from lightning_par.strategies.step.absent_parameter import (
 from lightning_par.upstream.dispatch import FakeTensorMode
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import plain_functions, written_by
+from lightning_par.upstream.tensor import mark_as_parameter, plain_functions, written_by
 
 __all__ = ["WholeView"]
 
@@ -224,8 +224,9 @@ class WholeView(TorchFunctionMode):
             # In a rehearsal other stages do not answer, and nobody asks for values.
             stage = self._owners.get(about.name, -1)
             made = self._handles[about.name] = self.stand_for(about, stage)
-            # For `isinstance`. Of a class of parameters, what is detached would be one, too.
-            vars(made)["_is_param"] = not about.is_buffer
+            if not about.is_buffer:
+                # Not a class of parameters, as what is detached would be one, too.
+                mark_as_parameter(made)
             with plain_functions():
                 made.requires_grad_(about.requires_grad)
         return made
