@@ -75,11 +75,18 @@ def own_attributes(parameter: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
 
 
+class _Other(Tensor):
+    """A class that is not torch's, of which `nn.Parameter` marks a parameter."""
+
+
+_MARKS = vars(nn.Parameter(torch.empty(0).as_subclass(_Other)))
+
+
 def mark_as_parameter(tensor: Tensor) -> None:
-    """Let ``isinstance(tensor, nn.Parameter)`` be true of a tensor of another class; torch's own
-    parameters of other classes have this mark, which has no public name.
+    """Let ``isinstance(tensor, nn.Parameter)`` be true of a tensor of another class; it is marked
+    as `nn.Parameter` marks one, but stays the same object.
     """
-    vars(tensor)["_is_param"] = True
+    vars(tensor).update(_MARKS)
 
 
 def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:
