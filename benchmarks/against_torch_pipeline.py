@@ -72,12 +72,19 @@ def torch_loop(arguments: Arguments, turn: Turn) -> None:
     for _ in range(arguments.total_steps):
         batch = next(batches)
         turn.next()
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(batch["input_ids"])
-        else:
-            schedule.step(target=batch["labels"], losses=[])
-        optimizer.step()
+        torch_step(schedule, optimizer, batch)
+
+
+def torch_step(
+    schedule: Schedule1F1B, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+) -> None:
+    """Train one step of two stages with torch's schedule."""
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        schedule.step(batch["input_ids"])
+    else:
+        schedule.step(target=batch["labels"], losses=[])
+    optimizer.step()
 
 
 class _NoHooks:

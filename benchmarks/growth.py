@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # as the other scripts, which ar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from _gpt import BenchModule, loader
+from _gpt import BenchModule, loader, make_optimizer
 from _paired import Arguments, launch
 from against_fsdp import CPUFSDPStrategy
 from against_model_parallel import TorchPlanModule
-from against_torch_pipeline import TorchStage
+from against_torch_pipeline import loss_of, torch_step, TorchStage
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -157,24 +157,14 @@ def torch_pipeline(blocks: int) -> Found:
     clock = Clock(began=time.process_time())
     rank, config = dist.get_rank(), config_of(blocks)
     module = TorchStage(GPT(config), rank)
-    schedule = Schedule1F1B(
-        PipelineStage(module, rank, 2, torch.device("cpu")),
-        2,
-        loss_fn=lambda logits, labels: torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten()
-        ),
-    )
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=loss_of)
+    optimizer = make_optimizer(list(module.parameters()))
     batches = iter(loader(BATCH, tokens=TOKENS, vocab=VOCAB))
     for _ in range(STEPS):
         batch = next(batches)
         clock.mark()
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(batch["input_ids"])
-        else:
-            schedule.step(target=batch["labels"], losses=[])
-        optimizer.step()
+        torch_step(schedule, optimizer, batch)
         clock.mark()
     return clock.found()
 

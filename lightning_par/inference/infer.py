@@ -13,7 +13,7 @@ from lightning_par.errors import LightningParError
 from lightning_par.inference.batch_layout import read_layout, token_entries
 from lightning_par.inference.examples import runs_of
 from lightning_par.inference.forked import run_forked
-from lightning_par.inference.pipeline_cut import Cut, find_cut
+from lightning_par.inference.pipeline_cut import Cut, find_cut, frozen_parameters
 from lightning_par.inference.tensor_groups import (
     find_groups,
     Groups,
@@ -172,12 +172,8 @@ def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
 
 def _describe_frozen(plan: ParallelPlan, model: nn.Module) -> str:
     """Return what frozen modules cost that every stage holds; nothing if there are none."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    held = {
-        name: [p for n, p in own.items() if n == name or n.startswith(f"{name}.")]
-        for name in plan.replicated
-    }
-    frozen = {n: ps for n, ps in held.items() if ps and not any(p.requires_grad for p in ps)}
+    held = {name: frozen_parameters(model, name) for name in plan.replicated}
+    frozen = {name: parameters for name, parameters in held.items() if parameters}
     if not frozen:
         return ""
     size = sum(p.nbytes for each in frozen.values() for p in each) / 2**20

@@ -23,7 +23,7 @@ from lightning_par.plan.stage_partition import (
     Place,
 )
 
-__all__ = ["Cut", "find_cut"]
+__all__ = ["Cut", "find_cut", "frozen_parameters"]
 
 _Label = tuple[str, str | int]
 _CHOOSING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
@@ -232,7 +232,7 @@ def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Seq
                 place = "every"
             # An evaluation may call what the training step leaves alone, such as a copy of the
             # model with averages of its weights.
-            if place is None and has_evaluation and _is_frozen(model, name):
+            if place is None and has_evaluation and frozen_parameters(model, name):
                 place = "every"
             # Stubs of the last stage's modules raise when an earlier stage calls them.
             if place == "last" and _is_called_early(trace, name, calls[-1]):
@@ -271,11 +271,13 @@ def _has_evaluation(model: nn.Module) -> bool:
     return any(not step.__module__.startswith("lightning.") for step in steps if callable(step))
 
 
-def _is_frozen(model: nn.Module, name: str) -> bool:
-    """Whether a module, or a parameter, holds parameters none of which is trained."""
+def frozen_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """Return the parameters that a module, or a parameter, of that FQN holds; empty if one of them
+    is trained.
+    """
     every = model.named_parameters(remove_duplicate=False)
-    flags = [p.requires_grad for n, p in every if n == name or n.startswith(f"{name}.")]
-    return bool(flags) and not any(flags)
+    held = [p for n, p in every if n == name or n.startswith(f"{name}.")]
+    return [] if any(p.requires_grad for p in held) else held
 
 
 def _is_called_early(trace: Trace, name: str, block: Call) -> bool:
