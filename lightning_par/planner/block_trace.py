@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn, Tensor
 
+from lightning_par.engine.experts.token_dispatch import computes_rows
 from lightning_par.engine.pipeline.stage import matching_modules
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.inference.examples import runs_of
@@ -171,7 +172,7 @@ def trace_shape(
     """
     name = type(model).__name__
     experts = matching_modules(model, plan.experts).values()
-    if any(callable(getattr(each, "compute", None)) for each in experts):
+    if any(map(computes_rows, experts)):
         raise ConfigurationError(
             "LP907",
             f"the time of {name} cannot be predicted from a trace of its step, since it routes "

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from lightning_par.engine.collectives import all_reduce
 from lightning_par.engine.experts.token_dispatch import (
     compute_by_forward,
+    computes_rows,
     dispatch_tokens,
     sorts_tokens,
 )
@@ -160,7 +161,7 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
         "has no method compute(rows, counts). Add this method, which computes the outputs of the "
         "experts for their rows."
         for name, module in found.items()
-        if not callable(getattr(module, "compute", None)) and not sorts_tokens(module)
+        if not computes_rows(module) and not sorts_tokens(module)
     ]
     counts: dict[tuple[int, int], str] = {}
     for name, module in found.items():

@@ -40,7 +40,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.distributed import functional_operators
 from lightning_par.upstream.functions import replaced
 
-__all__ = ["compute_by_forward", "dispatch_tokens", "sorts_tokens"]
+__all__ = ["compute_by_forward", "computes_rows", "dispatch_tokens", "sorts_tokens"]
 
 
 _ops = functional_operators
@@ -103,13 +103,18 @@ def dispatch_tokens(
     module.compute = compute  # type: ignore[assignment]
 
 
+def computes_rows(module: nn.Module) -> bool:
+    """Whether a module with experts has a ``compute(rows, counts)`` of its own."""
+    return callable(getattr(module, "compute", None))
+
+
 def sorts_tokens(module: nn.Module) -> bool:
     """Whether a module sorts tokens by expert itself; see Note [Experts that sort their tokens].
 
     Args:
         module: Holds experts.
     """
-    if callable(getattr(module, "compute", None)):
+    if computes_rows(module):
         return False
     takes = len(inspect.signature(module.forward).parameters)
     return takes == 3 and isinstance(getattr(module, "num_experts", None), int)

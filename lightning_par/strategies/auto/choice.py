@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_par.engine.activations.checkpointing import Recomputation
+from lightning_par.engine.experts.token_dispatch import computes_rows
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.engine.pipeline.stage import matching_modules
@@ -434,8 +435,7 @@ class LayoutChooser:
         # Losses that balance experts are none of parts of a batch; models of transformers that
         # have such a loss are refused by their plan.
         experts = matching_modules(self.module, self._plan.experts).values()
-        computes = any(callable(getattr(each, "compute", None)) for each in experts)
-        balances = self._plan.replica_sums or computes
+        balances = self._plan.replica_sums or any(map(computes_rows, experts))
         alone = 1 if balances else 0
         return alone if given == "auto" else given
 
