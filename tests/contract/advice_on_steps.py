@@ -310,8 +310,8 @@ STEPS: dict[str, dict[str, str]] = {
         "captured": "cures::outputs_that_hooks_collect",
     },
     "LP410": {
-        "gradient_norms()": "gradients::norms_from_the_strategy",
-        "gradient_clip_val": "optimizers::prodigy_that_adapts",
+        "grad_norm(self, norm_type)": "gradients::norm_logged_by_lightning",
+        "a submodule": "cures_of_steps::norms_of_a_submodule",
     },
     "LP411": {
         "no pipeline": "uncommon_steps::penalty_on_the_gradient_of_the_input",

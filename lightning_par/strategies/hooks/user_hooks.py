@@ -86,6 +86,8 @@ class UserHooks:
         # Of the method of the Trainer before.
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
+        model.gradients.norms.reads = self._reads
+        model.gradients.around_hook = self.around
         self._view = WholeView(model.module, model.mesh, processes.device)
         # The objects are held, so that no other one can get the same `id`.
         self._places: dict[int, tuple[nn.Module, str]] = {
@@ -190,10 +192,10 @@ class UserHooks:
             return call()
         if name == _SAVES:
             call = partial(self._on_checkpoint, module, call, args[0])
-            return self._around(name, module, call)
+            return self.around(name, module, call)
         with ExitStack() as stack:
             args = self._with_results(stack, name, args)
-            return self._around(name, module, partial(inner, trainer, name, *args, **kwargs))
+            return self.around(name, module, partial(inner, trainer, name, *args, **kwargs))
 
     def _of_callbacks(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of all callbacks as Lightning does."""
@@ -217,7 +219,7 @@ class UserHooks:
         """Call a hook of a callback."""
         if name == _SAVES:
             call = partial(self._on_checkpoint, owner, call, args[-1])
-        return self._around(name, owner, call)
+        return self.around(name, owner, call)
 
     def _on_checkpoint(self, owner: Any, call: Callable[[], Any], checkpoint: Any) -> Any:
         """Call a hook on a checkpoint, which is whole for hooks that all ranks have."""
@@ -232,10 +234,16 @@ class UserHooks:
         owners = module, *module.trainer.callbacks
         return any(_is_own(owner, _SAVES) for owner in owners)
 
-    def _around(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
-        """Call a hook of a user's."""
-        assert self._view is not None
-        if self._view.is_on or not self._are_together():  # one hook calls another, or it saves
+    def around(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
+        """Call a hook of a user's.
+
+        Args:
+            name: Of the hook.
+            owner: The module, callback or plugin that has it.
+            call: Calls it.
+        """
+        # One hook calls another, or it saves.
+        if self._view is None or self._view.is_on or not self._are_together():
             return call()
         try:
             if name not in self._surrounded:
@@ -257,9 +265,6 @@ class UserHooks:
         if name.endswith("epoch_end"):
             self._model.sharding.release()  # evaluation steps may have gathered parameters
         with ExitStack() as stack:
-            if name in _ON_GRADIENTS:
-                norms = self._model.gradients.norms
-                stack.enter_context(norms.in_view(self._reads.paused))
             self._show_whole(stack, label, is_first=is_first)
             return call()
 
@@ -320,7 +325,7 @@ class UserHooks:
         package does: the closure and the update.
         """
         epoch, batch_idx, optimizer, closure = args
-        self._resume = partial(self._enter_update, optimizer)
+        self._resume = self._enter_update
 
         def run() -> Any:
             # The closure is the package's: it sees parts.
@@ -336,13 +341,12 @@ class UserHooks:
         finally:
             self._resume = _nothing
 
-    def _enter_update(self, optimizer: Any) -> None:
+    def _enter_update(self) -> None:
         """Surround what the user's `optimizer_step` does itself."""
-        norms, stack = self._model.gradients.norms, self._update
-        stack.enter_context(norms.in_hooks("optimizer_step", [optimizer]))
+        stack = self._update
+        stack.enter_context(self._model.gradients.norms.in_hooks())
         stack.enter_context(self._model.steps.outside(True))
         if self._model.mesh.sizes.pipeline > 1:
-            stack.enter_context(norms.in_view(self._reads.paused))
             label = _label(self._model.module, "optimizer_step")
             self._show_whole(stack, label, is_first=True)
         else:
@@ -379,8 +383,6 @@ class UserHooks:
             if not any(stepped is one for one in self._trainer.optimizers):
                 return hook(stepped, *args)
             with ExitStack() as stack:
-                if self._model.mesh.sizes.pipeline > 1:
-                    stack.enter_context(self._model.gradients.norms.in_view(self._reads.paused))
                 self._show_whole(stack, "a hook on the step of an optimizer", is_first=True)
                 return hook(stepped, *args)
 

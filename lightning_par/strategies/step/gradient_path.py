@@ -127,6 +127,7 @@ class GradientPath:
     Attributes:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
+        around_hook: Calls code of a user's as a hook of a name is called; None: a plain call does.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
         form: Notices where the loss takes another form; None: nobody watches.
         before_refusal: Called on every rank before the error of a step that is not finite.
@@ -145,6 +146,7 @@ class GradientPath:
         norms: GradientNorms,
     ) -> None:
         self.norms = norms
+        self.around_hook: Callable[[str, Any, Callable[[], Any]], Any] | None = None
         self.form: FormWatch | None = None
         self.before_refusal: Callable[[], None] | None = None
         self.shared, self.compression = shared, compression
@@ -223,9 +225,7 @@ class GradientPath:
         yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        norms = self.norms
-        in_hooks = norms.watch is not None or norms.pause_view is not None
-        with norms.paused() if in_hooks else nullcontext():
+        with self.norms.paused():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)
@@ -259,17 +259,16 @@ class GradientPath:
         )
 
     def in_hooks(
-        self, names: Sequence[str], optimizers: Iterable[Optimizer], *, surely: bool = False
+        self, names: Sequence[str], *, surely: bool = False
     ) -> AbstractContextManager[None]:
         """Surrounds hooks of users on gradients; a step without any spares what they need.
 
         Args:
-            names: The hooks that run inside; messages name the first.
-            optimizers: Those whose groups may be asked for.
+            names: The hooks that run inside.
             surely: Whether other code of a user's runs inside, too.
         """
         hooks = surely or any(map(self._has_hook, names))
-        return self.norms.in_hooks(names[0], optimizers) if hooks else nullcontext()
+        return self.norms.in_hooks() if hooks else nullcontext()
 
     def add_loss(self, loss: Tensor, has_valid_labels: Tensor | None = None) -> None:
         """Remember the loss of one backward; those of accumulated batches add up.
@@ -476,11 +475,11 @@ class MeshPrecision(Precision):
     around_backward: Callable[[Tensor], AbstractContextManager[Tensor]]
     is_lightnings: bool
 
-    def _in_hooks(
-        self, names: Sequence[str], optimizers: Iterable[Optimizer]
-    ) -> AbstractContextManager[None]:
-        # A plugin of somebody else's may do anything with gradients.
-        return self.gradients.in_hooks(names, optimizers, surely=not self.is_lightnings)
+    def _in_hooks(self, names: Sequence[str], call: Callable[[], Any]) -> Any:
+        with self.gradients.in_hooks(names, surely=not self.is_lightnings):
+            # A plugin of somebody else's may do anything with gradients, as a hook may.
+            around = None if self.is_lightnings else self.gradients.around_hook
+            return call() if around is None else around(names[0], self, call)
 
     @override
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -506,15 +505,13 @@ class MeshPrecision(Precision):
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        optimizers = module.trainer.optimizers
-        with self._in_hooks(("on_after_backward",), optimizers):
-            loss: Tensor = super().post_backward(tensor, module)
+        call = partial(super().post_backward, tensor, module)
+        loss: Tensor = self._in_hooks(("on_after_backward",), call)
         return loss
 
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
         hooks = "on_before_optimizer_step", "configure_gradient_clipping"
-        with self._in_hooks(hooks, [optimizer]):
-            plain_after_closure(self, model, optimizer)
+        self._in_hooks(hooks, partial(plain_after_closure, self, model, optimizer))
         if self.gradients.host is not None:
             self.gradients.host.finish_deferred()
         if self.before_update is not None:

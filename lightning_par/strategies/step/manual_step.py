@@ -57,9 +57,8 @@ class ManualSteps:
         if not is_at_work or dist.get_world_size() == 1:
             yield
             return
-        hooks = self._norms.in_hooks("training_step", self._module.trainer.optimizers)
         with ExitStack() as stack:
-            stack.enter_context(hooks)
+            stack.enter_context(self._norms.in_hooks())
             # On the class, as any tensor may be the loss. `manual_backward` ends here as well,
             # which `_in_backward` tells apart.
             refusing = self._refusing(Tensor.backward)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
@@ -39,6 +40,19 @@ def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
             size = len(h)
             scales = torch.rand(size) if cured else torch.from_numpy(np.random.rand(size))
             return scales.to(h)[:, None, None].expand_as(h)
+
+    return Module()
+
+
+@CURES.add(
+    "LP410", r"a ModuleDict that is not .*Call grad_norm\(self, norm_type\) or pass one of its"
+)
+def norms_of_a_submodule(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, _: Any) -> None:
+            part = self.net.head if cured else nn.ModuleDict({"head": self.net.head})
+            total = grad_norm(part, 2)["grad_2.0_norm_total"]
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + float(total)
 
     return Module()
 

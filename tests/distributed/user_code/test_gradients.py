@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import grad_norm as norms_of
 from torch import nn
 from torch.nn import functional as F
@@ -99,6 +100,31 @@ def each_group_of_the_optimizer_clipped() -> Any:
                 clip(group["params"], 0.02)
 
     return Module(), token_pairs()
+
+
+class ScalesToOne(DoublePrecision):
+    """A precision plugin of one's own, which sees the gradients of the whole model, too."""
+
+    def post_backward(self, tensor: Any, module: Any) -> Any:
+        """Scale all gradients by their norm, and add noise."""
+        loss = super().post_backward(tensor, module)
+        norm = sum(float(p.grad.norm()) ** 2 for p in module.parameters()) ** 0.5
+        for parameter in module.parameters():
+            parameter.grad.add_(1e-3 * torch.randn_like(parameter)).div_(norm)
+        return loss
+
+
+@CASES.add(equal="pp2", trainer={"precision": None, "plugins": ScalesToOne()})
+def gradients_of_all_stages_in_a_precision_plugin() -> Any:
+    return PlainModule(), token_pairs()
+
+
+@CASES.add(refused={"pp2": r"different calls .*the norm of 2 gradients, .*the norm of 1 grad"})
+def a_norm_of_other_gradients_on_each_rank() -> Any:
+    def act(module: PlainModule) -> None:
+        get_total_norm(grads(module)[: 2 - module.global_rank])
+
+    return hooked(act)
 
 
 def with_backward_hooks(name: str) -> Any:
