@@ -345,6 +345,7 @@ STEPS: dict[str, dict[str, str]] = {
         "the same on every rank": "whole_module::pruning_by_magnitude",
         "on='rank 0'": "whole_module::pruning_on_rank_zero",
     },
+    "LP422": {"on_train_batch_end": "cures_of_steps::a_weight_that_a_step_scales"},
 }
 """Code -> advice of its messages -> the tests that apply it, or one of `REASONS`. A name without a
 path is of a file of tests/distributed/user_code, and may be a case of its table.

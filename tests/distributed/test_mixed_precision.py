@@ -1,5 +1,6 @@
 """MixedPrecision on a mesh: overflows are decided together, masters are sharded, sums are short."""
 
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from typing import Any
 
@@ -11,10 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import MixedPrecision
+from lightning_par.dtensor import local_part
 from lightning_par.engine.data.gradient_reduction import local_gradients
+from lightning_par.models import GPTModule
+from lightning_par.observe.live_bytes import LiveBytes
+from lightning_par.strategies.step import gradient_path
+from lightning_par.upstream.functions import replaced
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import own_parameters, quiet_trainer, Recorder
 from tests.support.ranks.api import ranks, run_ranks
+from tests.support.samples import byte_loader
 
 SMALL = 2**-18
 """Of the loss: without scaling, what goes from block to block is zero in float16."""
@@ -25,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "schedule": "zb-h1"},
     ),
+    "tp2pp2": (1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "zero3": (2, {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 3}),
 }
 
@@ -206,3 +214,49 @@ def test_replicas_sum_gradients_in_the_chosen_dtype(
     made = quiet_trainer(strategy=strategy, devices=2, max_steps=1, callbacks=[precision, seen])
     made.fit(ToyModule(blocks=2), loader(ToyData(8), 4))
     assert all(seen.short) == (reduce_dtype == "bfloat16")
+
+
+class PeakOfBackward(Callback):
+    """Notes how many bytes forward and backward of the second step take."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live, self._held, self.taken = live, 0, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._held = self._live.peak = self._live.now
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.taken = self._live.peak - self._held
+
+
+def taken_by_a_step(layout: str, world: int, *, again: bool) -> tuple[int, int, list[float]]:
+    replicas, options = LAYOUTS[layout]
+    module = GPTModule(overrides={"num_layers": 8, "model_dim": 128})
+    with LiveBytes() as live, ExitStack() as stack:
+        if not again:
+            stack.enter_context(replaced(gradient_path, "cast_again", nullcontext))
+        seen, record = PeakOfBackward(live), Recorder()
+        trainer = quiet_trainer(
+            strategy=Hybrid3DStrategy(**options, num_microbatches=4 // replicas, verify=False),
+            devices=world,
+            max_steps=2,
+            precision="bf16-mixed",
+            callbacks=[seen, record],
+        )
+        trainer.fit(module, byte_loader(batch_size=4 // replicas))
+    parameters = [local_part(p).numel() for p in own_parameters(module.model.blocks).values()]
+    return seen.taken, 2 * sum(parameters), record.losses
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero3", "tp2pp2"])
+def test_no_step_holds_casts_of_all_its_weights(layout: str) -> None:
+    """Under a pipeline of two stages the first has two micro-batches in flight."""
+    world = 4 if layout == "tp2pp2" else 2
+    results = run_ranks(taken_with_and_without, world, layout)
+    (kept, _, wanted), (taken, casts, losses) = results[0]
+    assert kept - taken > 0.4 * casts
+    assert losses == wanted
+
+
+def taken_with_and_without(rank: int, world: int, layout: str) -> list[Any]:
+    return [taken_by_a_step(layout, world, again=again) for again in (False, True)]

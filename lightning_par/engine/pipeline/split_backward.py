@@ -54,6 +54,7 @@ class Deferred:
         # [out, B T] @ [B T, in], both flattened to two dims.
         with torch.no_grad():
             grad = self.grad.flatten(0, -2).t() @ self.x.flatten(0, -2)
+            grad = grad.to(self.weight.dtype)
         # Through autograd and not by hand: hooks of the parameter (FSDP, DTensor) have to run.
         torch.autograd.backward([self.weight], [grad])
 
@@ -144,12 +145,14 @@ class _CatchLinear(TorchFunctionMode):
         waits = plain and input.requires_grad and input.dim() > 1
         if not waits or not _leads_to_a_parameter(weight):
             return F.linear(input, weight, bias)
-        # As F.linear casts under autocast: a Function is not on its list of operations.
+        # As F.linear casts under autocast: a Function is not on its list of operations. The
+        # Function casts the weight, so that no micro-batch in flight keeps a cast of it.
+        dtype = weight.dtype
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)  # noqa: A001
+            input = input.to(dtype)  # noqa: A001
             bias = None if bias is None else bias.to(dtype)
-        held = _Held(weight, self._gradients)
+        held = _Held(weight, dtype, self._gradients)
         # Detached, and the weight hidden in `held`: autograd asks for gradients of x and bias
         # only.
         output: Tensor = _Linear.apply(input, weight.detach(), bias, held)  # type: ignore[no-untyped-call]
@@ -168,9 +171,14 @@ def _leads_to_a_parameter(weight: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """Hides the weight from autograd, which would otherwise ask for its gradient at once."""
+    """Hides the weight from autograd, which would otherwise ask for its gradient at once.
+
+    Attributes:
+        dtype: In which the map is computed.
+    """
 
     weight: Tensor
+    dtype: torch.dtype
     gradients: WeightGradients
 
 
@@ -179,13 +187,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, held: _Held) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.held = held
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(held.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         # dx = dy W, at once: the previous stage waits for it.
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_x = grad @ weight.to(ctx.held.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         ctx.held.gradients.put(Deferred(ctx.held.weight, x, grad))
         return grad_x, None, grad_bias, None

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.dtensor import local_part
+from lightning_par.engine.activations.weight_casts import cast_again
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import (
@@ -128,6 +129,7 @@ class GradientPath:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
         around_hook: Calls code of a user's as a hook of a name is called; None: a plain call does.
+        around_forward: Surrounds forwards in mixed precision.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
         form: Notices where the loss takes another form; None: nobody watches.
         before_refusal: Called on every rank before the error of a step that is not finite.
@@ -153,6 +155,10 @@ class GradientPath:
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
         self._on_nonfinite = options.on_nonfinite
+        gathers = options.zero_stage == 3 and mesh.sizes.data > 1
+        # Manual steps may change weights between a forward and its backward.
+        casts = module.automatic_optimization and (gathers or mesh.sizes.pipeline > 1)
+        self.around_forward = cast_again if casts else nullcontext
         kinds = {isinstance(parameter, DTensor) for parameter in module.parameters()}
         self.mixes_kinds = len(kinds) > 1
         self._host: HostOptimizer | None = None
@@ -480,6 +486,12 @@ class MeshPrecision(Precision):
             # A plugin of somebody else's may do anything with gradients, as a hook may.
             around = None if self.is_lightnings else self.gradients.around_hook
             return call() if around is None else around(names[0], self, call)
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with super().forward_context(), self.gradients.around_forward():
+            yield
 
     @override
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -58,6 +58,29 @@ def norms_of_a_submodule(cured: bool) -> nn.Module:
 
 
 @CURES.add(
+    "LP422",
+    r"weight of shape .* before its backward.*in on_train_batch_end",
+    options={"trainer": {"precision": "bf16-mixed"}, "tolerance": 0.05},
+)
+def a_weight_that_a_step_scales(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss if cured else self.scaled(loss)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if cured:
+                self.scaled(None)
+
+        def scaled(self, loss: Any) -> Any:
+            with torch.no_grad():
+                self.net.head.weight.mul_(0.99)
+            return loss
+
+    return Module()
+
+
+@CURES.add(
     "LP415", r"different calls .*Call a forward on every rank, outside of `if trainer\.is_global_"
 )
 def a_forward_for_the_first_rank(cured: bool) -> nn.Module:

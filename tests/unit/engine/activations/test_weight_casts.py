@@ -1,0 +1,108 @@
+"""A backward casts weights once more, in place of what autograd would keep."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+from lightning_par.engine.activations.weight_casts import cast_again
+from lightning_par.engine.pipeline.split_backward import (
+    defer_weight_gradients,
+    Deferred,
+    WeightGradients,
+)
+from lightning_par.errors import ConfigurationError
+from lightning_par.observe.live_bytes import LiveBytes
+
+SIZE = 64
+FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "product with a transposed weight": lambda x, w: x @ w.transpose(0, 1),
+    "product with parts of a weight": lambda x, w: torch.cat([x @ w[:9].t(), x @ w[9:].t()], -1),
+    "product of a batch": lambda x, w: torch.bmm(x[None], w.unflatten(0, (1, -1)))[0],
+    "convolution": lambda x, w: F.conv1d(x.t()[None], w[..., None])[0].t(),
+    "a weight that is computed": lambda x, w: F.linear(x, 2 * w),
+}
+
+
+def saving(*, again: bool) -> AbstractContextManager[None]:
+    return cast_again() if again else nullcontext()
+
+
+def gradients(forward: Callable[[Tensor, Tensor], Tensor], *, again: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, SIZE, requires_grad=True), nn.Parameter(torch.randn(SIZE, SIZE))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saving(again=again):
+        y = forward(x, weight)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_gradients_are_the_same_bits(name: str) -> None:
+    wanted, found = (gradients(FORWARDS[name], again=again) for again in (False, True))
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_cast_waits_for_the_backward() -> None:
+    net = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(6)])
+    x, held = torch.randn(1, SIZE, requires_grad=True), {}
+    for again in (False, True):
+        cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with LiveBytes(besides=[*net.parameters()]) as live:
+            with cast, saving(again=again):
+                y = net(x)
+            held[again] = live.now
+            del y
+    assert held[False] >= 6 * 2 * SIZE * SIZE
+    assert held[True] < 2 * SIZE * SIZE
+
+
+def test_hooks_around_get_what_is_no_cast() -> None:
+    layer, seen = nn.Linear(3, 4), list[tuple[int, ...]]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tuple(tensor.shape))
+        return tensor
+
+    x = 2 * torch.randn(2, 3, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16), cast_again():
+        y = layer(x)
+    y.sum().backward()
+    assert seen == [(2, 3)]
+    assert layer.weight.grad is not None
+
+
+def test_a_deferred_gradient_keeps_no_cast() -> None:
+    net, waiting = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(6)]), list[Deferred]()
+    weight_gradients = WeightGradients()
+    defer_weight_gradients(net, weight_gradients)
+    cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    with LiveBytes(besides=[*net.parameters()]) as live:
+        with cast:
+            y = net(torch.randn(1, SIZE, requires_grad=True))
+        held = [live.now]
+        with weight_gradients.collect(waiting):
+            y.float().sum().backward()
+        held.append(live.now)
+    assert len(waiting) == 6
+    assert max(held) < 2 * SIZE * SIZE
+
+
+def test_a_weight_that_is_changed_before_its_backward_is_refused() -> None:
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), cast_again():
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(
+        ConfigurationError, match=r"used a weight of shape \(3, 3\), and has changed"
+    ):
+        y.sum().backward()
