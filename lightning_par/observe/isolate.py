@@ -60,8 +60,8 @@ def isolated(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
-    """Leave children, parameters, buffers, hooks, attributes and modes of a module and its parts
-    alone.
+    """Leave children, parameters, buffers, hooks, attributes, modes and flags of a module and its
+    parts alone.
 
     Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
     generators, containers and objects in attributes keep their contents, at any depth; so does what
@@ -84,7 +84,7 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     # Restores are made before the step, as each takes its copy now.
     state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
-    modes = [(part, part.training) for part in module.modules()]
+    settings = list(_settings(module))
     parts = dict(module.named_modules())
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     # What an iterator has given inside comes once more afterwards.
@@ -100,8 +100,8 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         for held, before in children:
             if held != before:
                 refill(held, before)
-        for part, mode in modes:
-            part.training = mode
+        for owner, setting, value in settings:
+            setattr(owner, setting, value)
         for restore in contents:
             restore()
         for held, names in hooks:
@@ -130,6 +130,12 @@ def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:
                 yield (place, name), value
         for name, buffer in part.named_buffers(recurse=False):
             yield (place, name), buffer
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[Any, str, bool]]:
+    """Give the modes of a module and its parts, and which of their parameters are trained."""
+    yield from ((part, "training", part.training) for part in module.modules())
+    yield from ((held, "requires_grad", held.requires_grad) for held in module.parameters())
 
 
 class StateOfParts:

@@ -140,7 +140,7 @@ class Stage:
         tokens: T of the activations of this stage; None: they are whole.
         in_backward: True while gradients are computed; then blocks only run to recompute.
         may_skip: Whether what runs may pass blocks over, as a call of a part of the model does.
-        flags: FQN -> `requires_grad` that the step has set on parameters of other stages.
+        known: What is known of the parameters of all stages, as whether they train, by FQN.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Stage:
         self.after_blocks: Callable[[], None] | None = None
         self.in_backward = self.may_skip = False
         self.problems: set[str] = set()
-        self.flags: dict[str, bool] = {}
+        self.known: Mapping[str, Any] = {}
         self.tokens: TokenCount | None = None
 
     @property

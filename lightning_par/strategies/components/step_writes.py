@@ -17,7 +17,7 @@ after the forward.
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from functools import partial
 from itertools import chain
@@ -58,6 +58,7 @@ class _ModesOfStages:
         self._views: list[dict[str, nn.Module]] = []  # of each stage, by FQN
         self._holders: list[list[tuple[str, nn.Module]]] = []  # of parameters, of each stage
         self._before: list[tuple[nn.Module, bool]] = []
+        self._known: dict[str, Any] = {}  # of parameters of all stages, by their first names
         self._flags: dict[str, bool] = {}
 
     def begin(self) -> None:
@@ -68,16 +69,19 @@ class _ModesOfStages:
                     self._views.append(dict(self._module.named_modules()))
             held = ([(n, m) for n, m in view.items() if m._parameters] for view in self._views)
             self._holders = list(held)
+            every = self._stages[0].known.values()
+            self._known = {about.name: about for about in every if not about.is_buffer}
         self._before = [(part, part.training) for view in self._views for part in view.values()]
-        self._flags = self._last_flags()
-        for stage in self._stages:
-            stage.flags.clear()
+        own = {name: p.requires_grad for name, p in self._parameters()}
+        self._set_known(own)
+        self._flags = self._flags_known() | own
 
     def restore(self) -> None:
         """Let a micro-batch begin with these."""
         for part, mode in self._before:
             if part.training != mode:
                 part.training = mode
+        self._set_flags(self._flags)
 
     def left(self) -> _Modes | None:
         """Return what a step has left on the last stage; None on others."""
@@ -85,10 +89,11 @@ class _ModesOfStages:
             return None
         named = self._views[-1].items()
         stubs = [name for name, part in named if isinstance(part, StageStub)]
-        flags = self._last_flags().items()
+        own = {name: p.requires_grad for name, p in self._parameters(slice(-1, None))}
+        flags = (self._flags_known() | own).items()
         changed = {name: flag for name, flag in flags if self._flags.get(name) != flag}
         off = [name for name, part in named if not part.training]
-        return _Modes(off, stubs, {**changed, **self._stages[-1].flags})
+        return _Modes(off, stubs, changed)
 
     def take(self, modes: _Modes | None) -> None:
         """Have the modes of the last stage.
@@ -106,22 +111,32 @@ class _ModesOfStages:
                         part.train(name not in off)
                     else:
                         part.training = name not in off
-        for name, parameter in _parameters(chain(*self._holders)) if modes.flags else ():
-            flag = modes.flags.get(name, parameter.requires_grad)
+        self._set_flags(self._flags | modes.flags)
+
+    def _flags_known(self) -> dict[str, bool]:
+        return {name: about.requires_grad for name, about in self._known.items()}
+
+    def _set_known(self, flags: Mapping[str, bool]) -> None:
+        for name in self._known.keys() & flags.keys():
+            self._known[name].requires_grad = flags[name]
+
+    def _set_flags(self, flags: Mapping[str, bool]) -> None:
+        """Set `requires_grad` of what this rank holds, and what it knows of the others."""
+        self._set_known(flags)
+        for name, parameter in self._parameters():
+            flag = flags.get(name, parameter.requires_grad)
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
 
-    def _last_flags(self) -> dict[str, bool]:
-        """Return `requires_grad` of the parameters of the last stage here."""
-        return {name: p.requires_grad for name, p in _parameters(self._holders[-1])}
-
-
-def _parameters(holders: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Give the parameters that modules hold now, by FQN."""
-    for prefix, part in holders:
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{name}".removeprefix("."), parameter
+    def _parameters(self, stages: slice = slice(None)) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the parameters that modules of some stages of this rank hold now, by first names."""
+        known = self._stages[0].known
+        for prefix, part in chain(*self._holders[stages]):
+            # As in a step a module may list those of other stages.
+            for name, parameter in dict.items(part._parameters):
+                if parameter is not None:
+                    fqn = f"{prefix}.{name}".removeprefix(".")
+                    yield known[fqn].name if fqn in known else fqn, parameter
 
 
 class StepWrites:
@@ -158,6 +173,14 @@ class StepWrites:
         """Note what is there before a step, and drop what a look has left that came to no end."""
         self._modes.begin()
         self.take()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Surrounds a look, which leaves the modes and flags of before."""
+        try:
+            yield
+        finally:
+            self._modes.restore()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

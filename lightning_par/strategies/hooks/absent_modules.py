@@ -27,14 +27,14 @@ class AbsentModules:
         known: What is known of these, by their names.
 
     Attributes:
-        names: `id` of such a module -> its FQN.
+        names: `id` of such a module -> the module, as no other one may get this `id`, and its FQN.
     """
 
     def __init__(self, module: nn.Module, reads: Reads, known: Mapping[str, About]) -> None:
         self._module, self._reads, self._known = module, reads, known
         self._made: list[tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]] | None = None
         self._are_shown = False
-        self.names: dict[int, str] = {}
+        self.names: dict[int, tuple[nn.Module, str]] = {}
 
     @contextmanager
     def shown(self, *, shown: bool = True) -> Iterator[None]:
@@ -92,7 +92,7 @@ class AbsentModules:
             for name, child in module._modules.items()
         }
         vars(made)["forward"] = _refused(fqn)
-        self.names[id(made)] = fqn
+        self.names[id(made)] = made, fqn
         return made
 
 

@@ -88,7 +88,7 @@ class UserHooks:
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         model.gradients.norms.reads = self._reads
         model.gradients.around_hook = self.around
-        self._view = WholeView(model.module, model.mesh, processes.device)
+        self._view = WholeView(model.module, self._reads.known, model.mesh, processes.device)
         # The objects are held, so that no other one can get the same `id`.
         self._places: dict[int, tuple[nn.Module, str]] = {
             id(part): (part, name) for name, part in model.module.named_modules()
@@ -202,7 +202,12 @@ class UserHooks:
         with self._callbacks_surrounded(trainer, name) as stack:
             if trainer is self._trainer:
                 args = self._with_results(stack, name, args)
-            return inner(trainer, name, *args, **kwargs)
+            out = inner(trainer, name, *args, **kwargs)
+        if name == "on_train_epoch_start" and trainer is self._trainer and self._are_together():
+            assert self._view is not None
+            # Hooks of Lightning's own see parts; `BaseFinetuning` freezes and unfreezes these.
+            self._view.tell_flags()
+        return out
 
     def _callbacks_surrounded(self, trainer: Any, name: str) -> ExitStack:
         stack = ExitStack()
@@ -285,9 +290,9 @@ class UserHooks:
 
     def _place_of(self, part: Any) -> str | None:
         """Return the FQN of a module of any stage; None: it is not on the mesh."""
-        if (held := self._places.get(id(part))) is not None:
-            return held[1]
-        return self._reads.absent_modules.names.get(id(part))
+        key = id(part)
+        held = self._places.get(key) or self._reads.absent_modules.names.get(key)
+        return None if held is None else held[1]
 
     def _log(self, inner: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log; what is reduced once the hook has ended has to be logged on all ranks."""

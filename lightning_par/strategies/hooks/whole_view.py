@@ -21,6 +21,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,7 +58,7 @@ from lightning_par.strategies.step.absent_parameter import (
 from lightning_par.upstream.dispatch import FakeTensorMode
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import mark_as_parameter, plain_functions, written_by
+from lightning_par.upstream.tensor import mark_as_parameter, written_by
 
 __all__ = ["WholeView"]
 
@@ -108,15 +109,20 @@ class WholeView(TorchFunctionMode):
 
     Args:
         module: The user's LightningModule on this rank.
+        known: What is known of the tensors of all stages, by their names.
         mesh: Mesh of this run.
         device: Device of this rank.
     """
 
     def __init__(
-        self, module: pl.LightningModule, mesh: ParallelMesh, device: torch.device
+        self,
+        module: pl.LightningModule,
+        known: Mapping[str, About],
+        mesh: ParallelMesh,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self._module, self._device = module, device
+        self._module, self._known, self._device = module, known, device
         self.group = mesh.group("pp") if mesh.sizes.pipeline > 1 else None
         self.place = mesh.place["pp"] if self.group is not None else 0
         self._owners = {} if self.group is None else self._find_owners(self.group)
@@ -144,8 +150,13 @@ class WholeView(TorchFunctionMode):
         return {name: rank for name, rank in owners.items() if name not in everywhere}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of this rank."""
-        return dict(self._module.named_parameters(remove_duplicate=False))
+        """Return the parameters of this rank, by the first names of tied ones."""
+        named = self._module.named_parameters(remove_duplicate=False)
+        return {self._first(name): parameter for name, parameter in named}
+
+    def _first(self, name: str) -> str:
+        about = self._known.get(name)
+        return name if about is None else about.name
 
     @contextmanager
     def around(
@@ -227,9 +238,21 @@ class WholeView(TorchFunctionMode):
             if not about.is_buffer:
                 # Not a class of parameters, as what is detached would be one, too.
                 mark_as_parameter(made)
-            with plain_functions():
-                made.requires_grad_(about.requires_grad)
         return made
+
+    def tell_flags(self) -> None:
+        """Tell the other stages which parameters train, where hooks had no view to do so.
+
+        **Communicates**: flags, over the ``pp`` axis.
+        """
+        if self.group is None:
+            return
+        own = {name: p.requires_grad for name, p in self._parameters().items()}
+        found: list[Any] = [own] * self.group.size()
+        dist.all_gather_object(found, own, group=self.group)
+        for name, flag in chain.from_iterable(flags.items() for flags in found):
+            if name in self._known:
+                self._known[name].requires_grad = flag
 
     def values(self, tree: Any) -> Any:
         """Return a nest with whole, plain tensors in the place of those of parts.
@@ -245,7 +268,7 @@ class WholeView(TorchFunctionMode):
 
     def own(self, name: str, value: Any) -> None:
         """Note of what a state dict made outside of the hook holds to which stage it belongs."""
-        self._tagged(value, self._owners.get(name))
+        self._tagged(value, self._owners.get(self._first(name)))
 
     def stand_for(self, about: About, stage: int) -> AbsentParameter:
         """Return what stands for a tensor of another stage."""

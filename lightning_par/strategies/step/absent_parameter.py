@@ -2,9 +2,9 @@
 
 import inspect
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ import lightning
 import torch
 from torch import Tensor
 
-from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.errors import PlanError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import asks_for_changes, make_subclass, plain_functions
@@ -39,7 +38,7 @@ _CURE = (
 _OURS = Path(__file__).resolve().parents[2]
 _FRAMEWORKS = (*(str(Path(p.__file__ or "").parent) for p in (torch, lightning)), str(_OURS))
 _LIBRARY = sysconfig.get_path("stdlib")
-_PROPERTIES = "device dtype layout shape ndim grad requires_grad is_leaf is_meta is_cuda is_cpu"
+_PROPERTIES = "device dtype layout shape ndim grad is_leaf is_meta is_cuda is_cpu"
 # `__torch_function__` is handed a property as the `__get__` of its descriptor, a method as the
 # function itself.
 _TELLS = frozenset(
@@ -54,8 +53,6 @@ _TELLS = frozenset(
     }
 )
 """What may be asked of a parameter that is not here."""
-# To freeze it. The stage that holds it does that, too, or hears of it after the step.
-_FREEZES = (Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__)  # noqa: B009
 _KEEPS = frozenset(
     {
         *(Tensor.detach, Tensor.clone, Tensor.copy_),
@@ -64,15 +61,15 @@ _KEEPS = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class About:
     """What every rank knows of a parameter or buffer, whichever stage holds it.
 
     Attributes:
-        name: Its FQN.
+        name: Its FQN, the first of a tied parameter.
         shape: Its whole shape.
         dtype: Its dtype when the model was made.
-        requires_grad: Whether it was to be trained then.
+        requires_grad: Whether it is trained, as far as this rank knows now.
         is_buffer: Whether it is a buffer.
         is_saved: Whether a state dict has it.
     """
@@ -109,25 +106,37 @@ class Refusals:
     Attributes:
         waits: Whether a read is only written down, for all stages to raise together.
         text: The first refusal; empty: none.
-        stages: Those of this rank, in whose steps flags that are set are noted.
     """
 
     waits: bool
     text: str = ""
-    stages: Sequence[Stage] = ()
-
-    def note_flag(self, fqn: str, flag: bool = True, /) -> None:
-        """Note that a step sets `requires_grad`."""
-        for stage in self.stages:
-            if stage.current is not None:
-                stage.flags[fqn] = flag
 
 
 class AbsentParameter(Tensor):
     """A parameter of another stage: it has a shape, a dtype, a device, and no value."""
 
-    fqn: str
+    about: About
     refusals: Refusals
+
+    @property
+    def fqn(self) -> str:
+        """Its FQN."""
+        return self.about.name
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained."""
+        return self.about.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        # The stage that holds it does that, too, or hears of it after the step.
+        self.about.requires_grad = flag
+
+    def requires_grad_(self, requires_grad: bool = True) -> "AbsentParameter":
+        """Set whether the parameter is trained."""
+        self.requires_grad = requires_grad
+        return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # torch's own repr formats values, and would be refused as a read of them.
@@ -137,13 +146,12 @@ class AbsentParameter(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse a function that needs a value; if stages have to agree, any value stands in."""
         kwargs = kwargs or {}
-        if func in _FREEZES:
-            args[0].refusals.note_flag(args[0].fqn, *args[1:], *kwargs.values())
-        if func in _TELLS or func in _FREEZES:
+        if func in _TELLS:
             with plain_functions():
                 return func(*args, **kwargs)
         if func in _KEEPS and all(isinstance(value, cls) for value in args):
-            return args[0]  # for what notes and restores attributes, without a value
+            # For what notes and restores attributes, without a value.
+            return args[0] if func == Tensor.copy_ else _made_of(func, args[0])
         absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if not absent.refusals.waits:
             raise PlanError(
@@ -159,6 +167,18 @@ class AbsentParameter(Tensor):
         with plain_functions():
             plain = tree_map(_plain, (args, kwargs))
             return func(*plain[0], **plain[1])
+
+
+def _made_of(func: Any, absent: AbsentParameter) -> AbsentParameter:
+    """Return what stands for the values of a parameter, with the flag that torch gives them."""
+    if not absent.requires_grad or (func == Tensor.clone and torch.is_grad_enabled()):
+        return absent
+    made: AbsentParameter | None = vars(absent).get("detached")
+    if made is None or made.requires_grad:
+        about = replace(absent.about, requires_grad=False)
+        made = absent_parameter(about, absent.device, absent.refusals)
+        vars(absent)["detached"] = made  # the same again: values are compared by identity
+    return made
 
 
 def _plain(value: Any) -> Any:
@@ -183,7 +203,7 @@ def absent_parameter(
     # One element with stride 0 in every dim: the shape of the parameter without its memory.
     value = torch.zeros((), dtype=about.dtype, device=device).expand(about.shape)
     made = make_subclass(AbsentParameter, value, False)
-    made.fqn, made.refusals = about.name, refusals
+    made.about, made.refusals = about, refusals
     return made
 
 

@@ -10,8 +10,11 @@ Note [Lists in manual optimization]: there the step does what is otherwise done 
 it clips and reads gradients, freezes networks, clamps weights, or averages them into another
 network. It goes over `parameters()` for that. So such a list gives this rank's shards themselves,
 as hooks between backward and optimizer see them; a parameter read as an attribute is whole.
+
+Length: steps and hooks read the same parameters, and what a step writes is kept.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -96,8 +99,10 @@ def describe_tensors(module: nn.Module) -> dict[str, About]:
     Args:
         module: Whole; parameters may be on meta.
     """
-    named = module.named_parameters(remove_duplicate=False)
-    known = {n: About(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in named}
+    known, firsts = dict[str, About](), dict[int, About]()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        about = About(name, tuple(p.shape), p.dtype, p.requires_grad)
+        known[name] = firsts.setdefault(id(p), about)
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
             is_saved = name.rpartition(".")[2] not in vars(part)[UNSAVED_BUFFERS]
@@ -146,11 +151,18 @@ class ParameterReads:
         self.active, self._depth, self._in_step = False, 0, False
         self._sharding = sharding
         self.wholes = WholeParameters(device, sharding.wait_for_gradients)
-        self._refusals = Refusals(waits=mesh.sizes.pipeline > 1, stages=stages)
+        names = Counter(about.name for about in known.values())
+        # What this rank holds of tied parameters, of which it may lack the module of one name.
+        self._tied: dict[str, tuple[_Watched, str] | None] = {
+            n: None for n in names if names[n] > 1
+        }
+        self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, _Handed] = {}
         self._steps, self._compares = 0, True
         self._view: HookView | None = None
         self.absent_modules = AbsentModules(module, self, known)
+        for stage in stages:
+            stage.known = known
         if mesh.sizes.world_size == 1:
             return
         skipped = tuple(f"{name}." for name in blocks) if is_compiled else ()
@@ -292,7 +304,11 @@ class ParameterReads:
         return self._sharding.shard_of(parameter)
 
     def absent(self, about: About) -> Tensor:
-        """Return what stands for a parameter of another stage."""
+        """Return what stands for a parameter of another stage; if it is tied to one here, that."""
+        place = self._tied.get(about.name)
+        if place is not None:
+            found: Tensor = place[0].here(place[1])
+            return found
         if self._view is not None:
             return self._view.absent(about)
         return absent_parameter(about, self._device, self._refusals)
@@ -381,7 +397,11 @@ class ParameterReads:
         if absent or held:
             kind = _WatchedInPart if absent else _Watched
             block = "" if is_stub else self._in_block(fqn)
-            module.__dict__["_parameters"] = kind(held, self, absent, block)
+            watched = module.__dict__["_parameters"] = kind(held, self, absent, block)
+            for name in held:
+                first = below[name].name if name in below else ""
+                if first in self._tied:
+                    self._tied[first] = watched, name
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -427,7 +447,7 @@ class _Watched(dict[str, Any]):
         found = self._below(name)
         if found is not None:
             return found
-        return self._reads.read(super().__getitem__(name), self._shards.get(name))
+        return self.here(name)
 
     def items(self) -> Any:
         """Return names and parameters, those of other stages too."""
@@ -440,6 +460,10 @@ class _Watched(dict[str, Any]):
     def values(self) -> Any:
         """Return the parameters as `items` does."""
         return dict(self.items()).values()
+
+    def here(self, name: str) -> Any:
+        """Return a parameter that this rank holds."""
+        return self._reads.read(super().__getitem__(name), self._shards.get(name))
 
     def _below(self, name: object) -> Any:
         about = self._absent.get(name) if isinstance(name, str) else None

@@ -287,7 +287,7 @@ class PipelinedSteps:
         given = name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
         buffers = self._buffers.look(count - 1) if of_buffers else nullcontext()
         values = self._values.look(count) if trains else nullcontext()
-        with torch.no_grad(), buffers, values:
+        with torch.no_grad(), buffers, values, self._writes.undone():
             run = self._forward_only(*given, cut=(0, 1))
             # As between steps: what the last stage has kept of samples, the others may read.
             kept = self._attributes.changes() if run.results else {}

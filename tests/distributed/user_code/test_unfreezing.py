@@ -231,6 +231,131 @@ def a_net_in_evaluation_from_the_start() -> Any:
     return module, token_pairs()
 
 
+class Counting(PlainModule):
+    """Trains on a loss that depends on which parameters are trained."""
+
+    def trained(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = self.trained()
+        loss = self.loss(batch)
+        loss = loss * (1 + before / 10000 + self.trained() / 5000)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+@CASES.add(equal="tp2 pp2", large="zero3 pp2_interleaved tp2pp2")
+def counts_what_is_trained() -> Any:
+    module = Counting()
+    module.net.head.requires_grad_(False)
+    module.net.blocks[0].requires_grad_(False)
+    return module, token_pairs()
+
+
+@CASES.add(
+    equal="pp2",
+    large="tp2 zero3 pp2_interleaved",
+    trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
+)
+def counts_what_a_callback_unfreezes() -> Any:
+    class Module(Counting):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.3)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2 pp2_interleaved", trainer={"limit_train_batches": 1})
+def counts_what_hooks_freeze() -> Any:
+    class Module(Counting):
+        def on_train_epoch_start(self) -> None:
+            self.factor = self.trained() / 10000
+            for part in (self.net.emb, self.net.blocks, self.net.norm):
+                part.requires_grad_(self.current_epoch % 2 == 1)
+            self.factor += self.trained() / 10000
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net.head.bias.requires_grad = self.global_step < 2
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.factor
+
+    return Module(), token_pairs()
+
+
+class CountingInTurns(Counting):
+    """Freezes before the call of the model, and behind it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        turn = self.global_step % 2 == 0
+        for number, block in enumerate(self.net.blocks):
+            block.requires_grad_((number % 2 == 0) == turn)
+        self.net.head.requires_grad_(not self.net.head.weight.requires_grad)
+        self.net.emb.requires_grad_(False)
+        loss = super().loss(batch) * (1 + self.trained() / 10000)
+        self.net.emb.requires_grad_(self.global_step > 0)
+        self.net.norm.requires_grad_(turn)
+        return loss
+
+
+@CASES.add(equal="pp2", large="tp2")
+def counts_what_a_step_freezes() -> Any:
+    return CountingInTurns(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="pp2_interleaved")
+def asks_for_flags_of_what_is_made_of_weights() -> Any:
+    class Module(Counting):
+        def trained(self) -> int:
+            held = [p for n, p in self.named_parameters() if "blocks" not in n]
+            kinds = [(p, p.detach(), p.data, p.clone()) for p in held]
+            found = [t.requires_grad * (i + 1) for made in kinds for i, t in enumerate(made)]
+            with torch.no_grad():
+                found += [p.clone().requires_grad * 8 for p in held]
+            return 100 * sum(found)
+
+    module = Module()
+    module.net.norm.requires_grad_(False)
+    return module, token_pairs()
+
+
+class Tied(Counting):
+    """Its head has the weight of the embedding, which the first stage and the last one hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.weight = self.net.emb.weight
+
+
+@CASES.add(equal="pp2", large="tp2 pp2_interleaved", trainer={"limit_train_batches": 1})
+def a_tied_weight_that_hooks_freeze() -> Any:
+    class Module(Tied):
+        def on_train_epoch_start(self) -> None:
+            self.net.head.requires_grad_(self.current_epoch != 1)
+            self.net.emb.requires_grad_(self.current_epoch != 2)
+            self.norm = float(sum(p.detach().pow(2).sum() for p in self.parameters()))
+            self.names = len(list(self.named_parameters()))
+            assert self.net.head.weight is self.net.emb.weight
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            factor = self.norm / self.names / 1000
+            return super().training_step(batch, batch_idx) * factor
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2 zero3")
+def a_tied_weight_that_a_step_freezes() -> Any:
+    class Module(Tied):
+        def loss(self, batch: Any) -> Tensor:
+            self.net.head.requires_grad_(self.global_step % 2 == 0)
+            loss = super().loss(batch)
+            return loss + self.net.emb.weight.square().sum() / 1000
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
