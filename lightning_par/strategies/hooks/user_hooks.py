@@ -286,7 +286,9 @@ class UserHooks:
         # In this order: when the stack closes, the view ends first, with all ranks in it.
         stack.enter_context(self._reads.in_hook(self._view))
         stack.enter_context(self._view.around(label, optimizers, is_first=is_first))
-        stack.enter_context(structure_kept(self._place_of, self._parameters))
+        stack.enter_context(
+            structure_kept(self._place_of, self._parameters, self._view.is_of_a_stage)
+        )
 
     def _place_of(self, part: Any) -> str | None:
         """Return the FQN of a module of any stage; None: it is not on the mesh."""

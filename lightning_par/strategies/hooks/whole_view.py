@@ -27,7 +27,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -240,6 +240,10 @@ class WholeView(TorchFunctionMode):
                 mark_as_parameter(made)
         return made
 
+    def is_of_a_stage(self, tensor: Tensor) -> bool:
+        """Return whether one stage alone has the values of a tensor."""
+        return self._stage_of(tensor) is not None
+
     def tell_flags(self) -> None:
         """Tell the other stages which parameters train, where hooks had no view to do so.
 
@@ -401,7 +405,10 @@ class WholeView(TorchFunctionMode):
         if not isinstance(tensor, AbsentParameter):
             return self._tagged(_TENSOR.__deepcopy__(tensor, memo), stage)
         if id(tensor) not in memo:
-            memo[id(tensor)] = self._imagine(Tensor.clone, (tensor,), {}, stage or 0, [tensor])
+            made = self._imagine(Tensor.clone, (tensor,), {}, stage or 0, [tensor])
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                mark_as_parameter(made)
         return memo[id(tensor)]
 
     def _like(self, value: Any) -> Any:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import nn, Tensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -66,9 +66,12 @@ class Structure:
 
 @contextmanager
 def structure_kept(
-    place_of: Callable[[Any], str | None], parameters: Collection[str]
+    place_of: Callable[[Any], str | None],
+    parameters: Collection[str],
+    is_of_a_stage: Callable[[Tensor], bool],
 ) -> Iterator[None]:
-    """Inside, refuse to replace a parameter, or a module that has some by one from outside.
+    """Inside, refuse to replace a parameter, or a module that has some by one from outside; and to
+    add a parameter that is made of one of a single pipeline stage.
 
     `Structure.check` looks once, before the first step; this is for every later hook. What a hook
     has made itself may be made anew.
@@ -76,6 +79,7 @@ def structure_kept(
     Args:
         place_of: Returns the FQN of a module that is on the mesh, else None.
         parameters: The names of those that are on the mesh.
+        is_of_a_stage: Returns whether a tensor has its values on one pipeline stage alone.
 
     Raises:
         ConfigurationError: On every rank, as all run the hook.
@@ -86,17 +90,30 @@ def structure_kept(
         if place is None:
             return
         entries: Any = owner._modules if isinstance(new, nn.Module) else owner._parameters
-        if name not in entries or entries[name] is new or place_of(new) is not None:
+        if entries.get(name) is new or place_of(new) is not None:
             return
         fqn = f"{place}.{name}".removeprefix(".")
-        if any(f"{held}.".startswith(f"{fqn}.") for held in parameters):
+        if name in entries and any(f"{held}.".startswith(f"{fqn}.") for held in parameters):
             raise _refusal([fqn])
+        added = new.parameters() if isinstance(new, nn.Module) else [new]
+        if any(is_of_a_stage(tensor) for tensor in added if tensor is not None):
+            raise _of_a_stage(fqn)
 
     with (
         register_module_module_registration_hook(check),
         register_module_parameter_registration_hook(check),
     ):
         yield
+
+
+def _of_a_stage(fqn: str) -> ConfigurationError:
+    return ConfigurationError(
+        "LP329",
+        f"a hook makes {fqn} a parameter, with values of one pipeline stage. Each rank would have "
+        "it in a list of parameters, but only one stage has its values, and no checkpoint would "
+        "hold it. Keep the values as a tensor that is no parameter: self.reference = "
+        "self.net.head.weight.detach().clone().",
+    )
 
 
 def _refusal(changed: Sequence[str]) -> ConfigurationError:

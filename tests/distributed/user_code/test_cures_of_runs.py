@@ -125,6 +125,16 @@ def a_parameter_that_is_tied(cured: bool) -> nn.Module:
     return Module()
 
 
+@CURES.add("LP329", r"makes reference a parameter, with values of one pipeline stage", "pp2")
+def a_copy_of_a_weight_that_a_hook_keeps(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def on_train_start(self) -> None:
+            weight = self.net.head.weight
+            self.reference = weight.detach().clone() if cured else copy.deepcopy(weight)
+
+    return Module()
+
+
 @CURES.add(
     "LP329", r"replaced or deleted net\.blocks\.0.*in __init__, setup or configure_model", "pp2"
 )
