@@ -5,7 +5,7 @@ recomputation is not repeated in the backward, and inside of a compiled forward 
 `wrappers_of` gives the order, for people and for tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["Forward", "copy_refused", "wrap_forward", "wrappers_of"]
+__all__ = ["Forward", "copy_refused", "wrap_forward", "wrapped_parts", "wrappers_of"]
 
 Forward = Callable[..., Any]
 _WRAPPERS = "_lightning_par_forward_wrappers"
@@ -64,3 +64,15 @@ def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: 
 def wrappers_of(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the wrappers of a module's forward, the outermost first."""
     return tuple(reversed(module.__dict__.get(_WRAPPERS, ())))
+
+
+def wrapped_parts(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """Return the modules with wrappers that lie in no block: a step may call any of them.
+
+    Args:
+        module: The user's module.
+        blocks: FQNs of its blocks; a block itself may be returned.
+    """
+    inside = tuple(f"{name}." for name in blocks)
+    named = module.named_modules()
+    return [part for name, part in named if wrappers_of(part) and not name.startswith(inside)]

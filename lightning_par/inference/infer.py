@@ -1,7 +1,7 @@
 """`infer_plan`: the plan of a model by its structure, for models that declare none."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -86,6 +86,7 @@ def infer_here(
     step: str = "training_step",
     without_example: str = "the arguments of its forward are not known; pass example=",
     blocks: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> ParallelPlan:
     """Return the plan as `infer_plan` does, in this process.
 
@@ -97,8 +98,9 @@ def infer_here(
         step: Which step of a LightningModule is traced.
         without_example: Why there is no example, if there is none.
         blocks: FQNs of containers that are given; the plan keeps them.
+        dtype: See `trace_forward`.
     """
-    trace, reason = _find_trace(model, example, step, without_example)
+    trace, reason = _find_trace(model, example, step, without_example, dtype)
     if trace is None:
         return refuse_all(model, reason)
     if blocks:
@@ -195,14 +197,14 @@ def _tokens(trace: Trace, layout: BatchLayout) -> dict[str, int]:
 
 
 def _find_trace(
-    model: nn.Module, example: Any, step: str, without_example: str
+    model: nn.Module, example: Any, step: str, without_example: str, dtype: torch.dtype | None
 ) -> tuple[Trace | None, str]:
     """Return the first trace that succeeds, or why none did."""
     reason = "" if example is not None else without_example
     mistake: Exception | None = None
     for run, given in runs_of(model, example, step):
         try:
-            trace = trace_forward(model, run, given)
+            trace = trace_forward(model, run, given, dtype)
         # A message for the user, as of a plan that does not fit: it says more than a refusal.
         except LightningParError:
             raise
@@ -272,26 +274,22 @@ class _Styles:
                 # A module's own forward reads its own parameters.
                 if value.kind != "parameter" or self.owners[value.name] & {*active}:
                     continue
-                reader = active[-1] if active else None
-                if reader is None and not self._are_called(self.owners[value.name]):
-                    continue  # every rank reads it whole, see ParameterReads
+                if not active:
+                    continue  # the step itself, which reads it whole, see ParameterReads
+                reader = active[-1]
                 dot = f"{reader}." if reader else ""
                 inside = any(owner.startswith(dot) for owner in self.owners[value.name])
                 blocks = [f"{container}." for container in self.cut.containers]
-                if reader is None or not inside or any(b.startswith(dot) for b in blocks):
-                    by = "the step itself" if reader is None else f"the forward of {reader or 'it'}"
+                if not inside or any(b.startswith(dot) for b in blocks):
                     self.refusal = (
-                        f"The parameter {value.name} is read by {by} and not by the forward of "
-                        "its own module. Only that forward can compute with a shard of the "
-                        "parameter."
+                        f"The parameter {value.name} is read by the forward of {reader or 'it'} "
+                        "and not by the forward of its own module. Only that forward can compute "
+                        "with a shard of the parameter."
                     )
                     return frozenset()
                 self._own_styles[reader] = "replicated_inside"
                 whole |= {n for n in names if n == reader or n.startswith(dot)}
         return frozenset(whole)
-
-    def _are_called(self, modules: Iterable[str]) -> bool:
-        return any(self.trace.calls_of(module) for module in modules)
 
     def _block_calls(self) -> Iterator[Call]:
         for container in self.cut.containers:

@@ -166,13 +166,20 @@ def input_paths(batch: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from input_paths(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def trace_forward(model: nn.Module, run: Callable[[Any], Any], example: Any) -> Trace:
+def trace_forward(
+    model: nn.Module,
+    run: Callable[[Any], Any],
+    example: Any,
+    dtype: torch.dtype | None = None,
+) -> Trace:
     """Trace ``run(example)``.
 
     Args:
         model: Whole; parameters may be on meta. It is the same afterwards.
         run: Calls the model, or a step that does.
         example: A nest of tensors and other values.
+        dtype: That of all floating weights in a run, and of tensors that it makes by default; None:
+            they stay as they are.
 
     Raises:
         Exception: Whatever `run` raises.
@@ -181,17 +188,26 @@ def trace_forward(model: nn.Module, run: Callable[[Any], Any], example: Any) -> 
     # Meta first: running a large model on the CPU takes minutes.
     if size > _RUN:
         try:
-            return _trace(model, run, example, on_meta=True)
+            return _trace(model, run, example, dtype, on_meta=True)
         except Exception:
             # Some code asks a tensor for its values, such as whether a mask is causal.
             if size > _MOST_RUN:
                 raise
-    return _trace(model, run, example, on_meta=False)
+    return _trace(model, run, example, dtype, on_meta=False)
 
 
-def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta: bool) -> Trace:
+def _trace(
+    model: nn.Module,
+    run: Callable[[Any], Any],
+    example: Any,
+    dtype: torch.dtype | None,
+    *,
+    on_meta: bool,
+) -> Trace:
     # With the same `requires_grad`, by which values are told apart.
     def stand_in(tensor: Tensor) -> Tensor:
+        trains = tensor.requires_grad
+        tensor = tensor if dtype is None else _cast(tensor.detach(), dtype)
         if on_meta:
             made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         elif tensor.device.type == "meta":
@@ -200,7 +216,7 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
             made = made.normal_(0, 0.02) if made.is_floating_point() else made
         else:
             made = tensor.detach().cpu().clone()
-        return made.requires_grad_(tensor.requires_grad)
+        return made.requires_grad_(trains)
 
     recorder = _Recorder()
     with ExitStack() as stack:
@@ -211,13 +227,17 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
         stack.enter_context(torch.enable_grad())
         # Inside of `_preserved`, which puts the user's own parameters back.
         recorder.take_over(model, stand_in)
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        weights = (p.dtype for p in model.parameters() if p.is_floating_point())
+        held = next(weights, torch.float32)
         # Floating inputs in the dtype of the weights, as precision plugins convert them.
-        batch = _with_tensors(example, lambda tensor: stand_in(_cast(tensor, dtype)))
+        batch = _with_tensors(example, lambda tensor: stand_in(_cast(tensor, held)))
         for path, tensor in input_paths(batch):
             recorder.name(tensor, kind="input", name=path)
         if on_meta:
             stack.enter_context(torch.device("meta"))  # what the forward makes is there, too
+        if dtype is not None:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
         # Last: what is made above is no operation of the forward.
         stack.enter_context(watch(model, recorder))
         result = run(batch)
@@ -361,9 +381,21 @@ class _Recorder(Watcher):
         """Return the present values of tensors."""
         for tensor in tensors:
             if id(tensor) not in self._values:
-                # Never named so far: it was made where no function of torch was called.
-                self.name(tensor, kind="unknown" if tensor.requires_grad else "constant")
+                self._name_unseen(tensor)
         return tuple(self._values[id(tensor)] for tensor in tensors)
+
+    def _name_unseen(self, tensor: Tensor) -> None:
+        """Give a value to a tensor that was made where no function of torch was called."""
+        if not tensor.requires_grad or not tensor.is_leaf:
+            self.name(tensor, kind="unknown" if tensor.requires_grad else "constant")
+            return
+        # A parameter that the step makes has the memory of the tensor that it is made of.
+        shared = self._sharing.get(memory_key(tensor))
+        if not shared:
+            self.name(tensor, kind="constant")
+            return
+        like = self._values[id(shared[-1])]
+        self.name(tensor, kind=like.kind, name=like.name, maker=like.maker)
 
     def before_function(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note the values that it is given, and from where its generator draws."""

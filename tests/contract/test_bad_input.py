@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_par.errors import ConfigurationError, MeshError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from tests.support.faults.user_mistakes import (
+    Borrowing,
     Case,
     fit,
     Heads,
@@ -221,8 +222,8 @@ PLANS = {
         error=PlanError,
         options={"tp": 2},
         ranks=True,
-        module=Penalized,
-        says=r"tensor_parallel_size=2: no plan could be inferred.*is read by the step itself.*"
+        module=Borrowing,
+        says=r"tensor_parallel_size=2: no plan could be inferred.*is read by the forward of .*"
         r"declare parallel_plan\(\).*plan=",
     ),
     "no plan under pp, and none can be inferred": Case(

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -147,7 +148,7 @@ def _entries_of(module: nn.Module, layout: BatchLayout, step: str) -> dict[str, 
     # A step that takes the batch as a whole, or its entries by name: the first that runs will do.
     for run, given in runs_of(module, batch, step):
         with suppress(Exception):  # what the step does with the output is not needed
-            trace_forward(module, partial(watched, run), given)
+            trace_forward(module, partial(watched, run), given, _dtype_of_run(module))
         if found:
             break
     return found
@@ -235,7 +236,23 @@ def _infer(
         tensor_parallel_size=sizes.tensor,
         pipeline_parallel_size=sizes.pipeline,
         blocks=containers,
+        dtype=_dtype_of_run(module),
     )
+
+
+def _dtype_of_run(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype to which the precision of a run converts all weights, and in which its steps
+    make tensors; None if it converts none, or if 16 bits would replace what is more exact.
+    """
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    plugin = None if trainer is None else trainer.precision_plugin
+    if not isinstance(plugin, DoublePrecision | HalfPrecision):
+        return None
+    with plugin.tensor_init_context():
+        dtype = torch.get_default_dtype()
+    # The CPU lacks some functions for numbers of 16 bits, for which weights in float32 stand in.
+    is_held = all(p.dtype == dtype for p in module.parameters() if p.is_floating_point())
+    return dtype if is_held or isinstance(plugin, DoublePrecision) else None
 
 
 def first_samples(module: nn.Module, *, replicas: int = 1) -> Any:

@@ -30,7 +30,7 @@ from lightning_par.dtensor import local_part, shard_of, whole
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.whole_parameter import as_parameter, WholeParameters
 from lightning_par.engine.pipeline.stage import Stage, StageStub
-from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.engine.wrapping import Forward, wrap_forward, wrapped_parts
 from lightning_par.errors import NonFiniteError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.hooks.absent_modules import AbsentModules
@@ -171,7 +171,8 @@ class ParameterReads:
                 self._watch(fqn, child)
         for fqn, stub in _stubs_of_stages(module, stages):
             self._watch(fqn, stub)
-        for child in called_by_steps(module, blocks):
+        called = [*called_by_steps(module, blocks), *wrapped_parts(module, blocks)]
+        for child in {id(part): part for part in called}.values():
             wrap_forward(child, self._outside, "parameter_reads")
 
     @contextmanager

@@ -107,6 +107,16 @@ class Penalized(Bare):
         return super().training_step(batch, batch_idx) + 0.1 * penalty
 
 
+class Borrowing(Bare):
+    """Offers no plan, and a layer of a block computes with the weight of another one."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = (block.mlp[0] for block in self.model.blocks[:2])
+        inner = first.forward
+        first.forward = lambda x: inner(x) * second.weight.mean()
+
+
 class TwoPlans(ToyModule):
     def __init__(self):
         super().__init__()
