@@ -74,6 +74,9 @@ RUNS: dict[str, dict[str, str]] = {
         "looks_across = 'entry'": "early_optimizers::with_pairs_inside",
         "copies in self.state": "early_optimizers::with_copies_in_its_state",
         "call the closure": "cures_of_runs::a_closure_that_is_left_out",
+        "the optimizer inside, and zero_stage=1": (
+            "cures_of_runs::an_optimizer_that_divides_its_states"
+        ),
         "a value of the list": VALUE,
     },
     "LP611": {

@@ -46,6 +46,7 @@ _BY_ENTRY = tuple(getattr(torch.optim, name) for name in _NAMES.split(" "))
 """Without Rprop: it writes where a mask is true, which a DTensor refuses, so that it is probed."""
 _BY_MODEL = ("DAdapt", "LBFGS", "Prodigy", "SAM")
 """Beginnings of class names. The estimates of D-Adaptation and its kind start to move late."""
+_OVER_PROCESSES = "ZeroRedundancyOptimizer"
 _STEPS, _ROWS, _COLUMNS, _REST = 10, 136, 132, 4
 _MOST_KINDS = 6
 _SAME = 1e-6
@@ -90,6 +91,20 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
     return None
 
 
+def _refuse_over_processes(optimizer: Optimizer) -> None:
+    """Refuse one that divides parameters over processes: no other list of them would cure it."""
+    kind = type(optimizer)
+    if any(base.__name__ == _OVER_PROCESSES for base in kind.__mro__):
+        inside = type(getattr(optimizer, "optim", optimizer)).__name__
+        raise ConfigurationError(
+            "LP610",
+            f"{kind.__name__} divides parameters and states over all processes by itself, "
+            "although ranks of a mesh hold different parts of the parameters. Return the "
+            f"optimizer inside of it from configure_optimizers, {inside}(self.parameters(), ...), "
+            "and use zero_stage=1, which divides its states over the replicas.",
+        )
+
+
 def check_references(optimizer: Optimizer) -> None:
     """Refuse an optimizer that keeps parameters, or copies of them, beside its groups and states
     and is to step on whole tensors, which take the places of those in groups and states.
@@ -122,6 +137,7 @@ def check_references(optimizer: Optimizer) -> None:
     found = [name for name, value in own.items() if holds(value, set(shared))]
     if found:
         kind = type(optimizer).__name__
+        _refuse_over_processes(optimizer)
         raise ConfigurationError(
             "LP610",
             f"the optimizer {kind} stores parameters or copies of them in {' and '.join(found)}, "

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.support.cures import Cures
 from tests.support.models.plain_language_model import PlainModule
@@ -319,6 +320,17 @@ def a_closure_that_is_left_out(cured: bool) -> nn.Module:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             optimizer: Any = self.trainer.optimizers[0]
             optimizer.skips = batch_idx == 2 and not cured
+
+    return Module()
+
+
+@CURES.add("LP610", r"divides .* over all processes by itself.*AdamW\(.*zero_stage=1", "zero1")
+def an_optimizer_that_divides_its_states(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            if cured:
+                return torch.optim.AdamW(self.parameters(), lr=0.01)
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.01)
 
     return Module()
 
