@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.rng import fork_all_rng
 from lightning_par.observe.contents import copy_of, is_iterator, refill, restore_of
 from lightning_par.observe.outside import data_of, outside_kept
 from lightning_par.upstream.lightning import trainer_of
+from lightning_par.upstream.tensor import memory_key
 
 __all__ = ["StateOfParts", "is_equal", "isolated", "untouched"]
 
@@ -63,9 +65,9 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     """Leave children, parameters, buffers, hooks, attributes, modes and flags of a module and its
     parts alone.
 
-    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
-    generators, containers and objects in attributes keep their contents, at any depth; so does what
-    the code of the module keeps outside of it, see `outside_kept`.
+    Parameters get their memory again, and their values where the copy of this rank's part is small.
+    Tensors, arrays, random generators, containers and objects in attributes keep their contents, at
+    any depth; so does what the code of the module keeps outside of it, see `outside_kept`.
 
     Args:
         module: Code that changes it may run inside.
@@ -73,7 +75,12 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     """
     # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
     with torch.inference_mode(False), torch.no_grad():
-        parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
+        memory = [(parameter, parameter.detach()) for parameter in module.parameters()]
+        parameters = [local_part(tensor) for _, tensor in memory]
+    # The memory of a shard is no matter of the step, which gets something gathered in its place.
+    memory = [
+        (parameter, tensor) for parameter, tensor in memory if not isinstance(tensor, DTensor)
+    ]
     # A large model's weights would not fit twice; a step that writes to them is then not undone.
     if sum(tensor.nbytes for tensor in parameters) > _COPIED:
         parameters = []
@@ -102,6 +109,9 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
                 refill(held, before)
         for owner, setting, value in settings:
             setattr(owner, setting, value)
+        for parameter, tensor in memory:  # `p.data = ...` gives it another
+            if memory_key(parameter) != memory_key(tensor):
+                parameter.data = tensor
         for restore in contents:
             restore()
         for held, names in hooks:

@@ -357,7 +357,7 @@ def shard_model(
         reduce_dtype: Dtype in which gradients are summed; None: that of the parameters.
         offload: Where shards are kept, except those of sharded experts.
         reduces: Whether FSDP reduces gradients over the replicas. Otherwise parameters stay
-            unsharded, and the caller reduces them.
+            unsharded, and the caller reduces their gradients.
         in_steps: Whether the user's training steps run their backwards themselves.
     """
     whole, copies = set[nn.Parameter](), list[nn.Parameter]()

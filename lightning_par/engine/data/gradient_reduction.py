@@ -1,12 +1,14 @@
 """Gradients over the mesh: sums and means of copies, the norm of the whole model, clipping."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
+from torch.autograd.graph import get_gradient_edge, Node
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.dtensor import local_part
@@ -38,6 +40,9 @@ class SharedGradients:
 
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup
+
+    def begin(self) -> None:
+        """A backward begins, which changes nothing."""
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -75,18 +80,137 @@ class SharedGradients:
                         parameters[number].grad = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicatedGradients:
-    """Parameters that several ranks hold, each with the gradient of other tokens of the same
-    samples; the gradients are averaged.
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients that are sent together.
 
     Attributes:
-        parameters: The parameters, in the same order on every rank of the group.
-        group: The ranks that hold the copies.
+        parameters: Theirs.
+        waits_for: Parameters of which the backward that runs has not given the gradient yet.
+        may_be_early: Whether a backward before this one gave each gradient at once.
     """
 
-    parameters: tuple[nn.Parameter, ...]
-    group: dist.ProcessGroup
+    parameters: list[nn.Parameter]
+    waits_for: set[nn.Parameter] = field(default_factory=set)
+    may_be_early: bool = False
+    is_in_parts: bool = False
+    _message: tuple[dist.Work | None, list[tuple[Tensor, Tensor]], Tensor, list[int]] | None = None
+
+    def begin(self) -> None:
+        """Expect a backward."""
+        self.waits_for = set(self.parameters)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Take note of a gradient, which the backward may give in several parts.
+
+        Raises:
+            RuntimeError: The gradients are sent already.
+        """
+        if parameter in self.waits_for:
+            self.waits_for.discard(parameter)
+            return
+        self.is_in_parts = True
+        if self._message is not None:
+            raise RuntimeError(
+                "a backward has added to the gradient of a weight that was sent to the other "
+                "replicas already, as the backwards before gave it at once. A checkpoint with "
+                "use_reentrant=True around modules that share the weight does so: pass "
+                "use_reentrant=False to it."
+            )
+
+    def send(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        """Begin to average the gradients; those that are plain become views of the message."""
+        missing = [n for n, p in enumerate(self.parameters) if p.grad is None]
+        # All ranks have to send the same bytes, also for a parameter that a rank did not use.
+        for number in missing:
+            self.parameters[number].grad = torch.zeros_like(self.parameters[number])
+        grads = local_gradients(self.parameters)
+        held = grads[0].new_ones(len(grads))  # made there: a copy from the host would wait
+        for number in missing:
+            held[number].zero_()
+        # One copy and one message: a collective of each tensor would cost its latency each time.
+        flat = torch.cat([part.reshape(-1).to(dtype or part.dtype) for part in (*grads, held)])
+        # Divided first, so that what arrives is the mean.
+        work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
+        *means, counts = flat.split([*map(Tensor.numel, grads), len(held)])
+        apart = list[tuple[Tensor, Tensor]]()
+        for parameter, grad, mean in zip(self.parameters, grads, means, strict=True):
+            own, mean = parameter.grad, mean.view_as(grad)
+            # Any other stays where it is, as optimizers want the strides of the parameter.
+            if type(own) is Tensor and own.is_contiguous() and own.dtype == mean.dtype:
+                parameter.grad = mean
+            else:
+                apart.append((grad, mean))
+        self._message = work, apart, counts, missing
+
+    def receive(self) -> None:
+        """Wait for the averages; a gradient that no rank has is None."""
+        assert self._message is not None
+        (work, apart, counts, missing), self._message = self._message, None
+        if work is not None:
+            work.wait()
+        for grad, mean in apart:
+            grad.copy_(mean)
+        # Only ranks that lack one wait for the answer; the others have nothing to take back.
+        if missing:
+            found = counts.tolist()
+            for number in missing:
+                if not found[number]:
+                    self.parameters[number].grad = None
+
+
+class ReplicatedGradients:
+    """Parameters that several ranks hold, each with the gradient of other tokens or samples; the
+    gradients are averaged.
+
+    Note [Early buckets]: the gradients of whole replicas travel while the backward goes on. A
+    bucket is sent when its last gradient is there, and those ahead of it are sent: in one order on
+    all ranks. One that lacks a gradient is sent after the backward. So no rank has to know which
+    gradients another has. A reentrant checkpoint gives the gradient of a shared weight in parts:
+    the first backward shows which buckets have such ones, and they are sent after it, too.
+
+    Args:
+        parameters: The parameters, in the same order on every rank of the group.
+        group: The ranks that hold the copies.
+        dtype: In which gradients are added; None: their own.
+        early: Whether gradients are sent in a backward that `begin` announces. Then nothing else
+            may change them before `reduce`.
+
+    Attributes:
+        parameters: As given.
+        group: As given.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None = None,
+        early: bool = False,
+    ) -> None:
+        self.parameters, self.group = tuple(parameters), group
+        self._dtype, self._early, self._is_on = dtype, early, False
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._sent = 0
+        # Of each parameter what adds to its gradient: the hooks are on these, and end with them.
+        self._nodes: dict[nn.Parameter, Node] = {}
+
+    def messages(self) -> list[int]:
+        """Return the bytes of each message of a step, in which all parameters that train have one
+        entry more: whether there is a gradient.
+        """
+        sizes = [self._dtype or b.parameters[0].dtype for b in self._arrange()]
+        entries = [sum(local_part(p).numel() + 1 for p in b.parameters) for b in self._buckets]
+        return [n * dtype.itemsize for n, dtype in zip(entries, sizes, strict=True)]
+
+    def begin(self) -> None:
+        """Let the backward that follows send gradients, whose first parts it gives."""
+        if self._early:
+            for bucket in self._arrange():
+                bucket.begin()
+            self._is_on = True
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -95,36 +219,44 @@ class ReplicatedGradients:
         A gradient that no rank has stays None, so that the optimizer leaves its parameter alone;
         one that only some ranks have counts as 0 on the others.
 
-        **Communicates**: one all-reduce of a number for each parameter, then the gradients in
-        messages of about 32 MiB.
+        **Communicates**: the gradients, and with each a number, in messages of about 32 MiB.
         """
-        # Unlike above, agreed before: buckets of gradients that nobody has would be sent for
-        # nothing.
-        used = _used_anywhere([p for p in self.parameters if p.requires_grad], self.group)
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in fill_buckets(used):
-            grads = local_gradients(bucket)
-            for grad, total in zip(grads, sum_together(grads, self.group), strict=True):
-                torch.div(total, self.group.size(), out=grad)
+        if not self._sent:
+            self._arrange()
+        was_on, self._is_on = self._is_on, False
+        for bucket in self._buckets[self._sent :]:
+            bucket.send(self.group, self._dtype)
+        self._sent = 0
+        for bucket in self._buckets:
+            bucket.receive()
+            bucket.may_be_early = was_on and not bucket.is_in_parts
 
+    def _arrange(self) -> list[_Bucket]:
+        """Return the buckets, the same in every step unless other parameters train."""
+        # The last ones have their gradients first.
+        wanted = [p for p in reversed(self.parameters) if p.requires_grad]
+        if list(map(id, wanted)) != list(map(id, self._bucket_of)):
+            self._buckets = [_Bucket(parameters) for parameters in fill_buckets(wanted)]
+            self._bucket_of = {p: b for b in self._buckets for p in b.parameters}
+            for parameter in wanted if self._early else ():
+                if parameter not in self._nodes:
+                    node = self._nodes[parameter] = get_gradient_edge(parameter).node
+                    node.register_hook(partial(self._add, parameter))
+        return self._buckets
 
-def _used_anywhere(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
-) -> list[nn.Parameter]:
-    """Return the parameters that have a gradient on any rank of a group.
-
-    Which gradients exist may differ by rank, so that all ranks agree before they are sent.
-
-    **Communicates**: one all-reduce of a number for each parameter; none if there are none.
-    """
-    if not parameters:
-        return []
-    # On the host, which knows the answers and needs them: a device would have to be waited for.
-    held = torch.tensor([float(p.grad is not None) for p in parameters])
-    dist.all_reduce(held, group=group)
-    return [p for p, count in zip(parameters, held.tolist(), strict=True) if count]
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter, *_: Any) -> None:
+        """Send what is complete with a gradient that the backward has given."""
+        bucket = self._bucket_of.get(parameter) if self._is_on else None
+        if bucket is None:
+            return
+        bucket.add(parameter)
+        while self._sent < len(self._buckets):
+            following = self._buckets[self._sent]
+            if following.waits_for or not following.may_be_early:
+                return
+            following.send(self.group, self._dtype)
+            self._sent += 1
 
 
 def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

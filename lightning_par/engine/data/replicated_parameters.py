@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
@@ -22,6 +23,8 @@ def find_copies(
     tensor: TensorParallel | None,
     experts: ExpertParallel | None = None,
     replicas: Sequence[nn.Parameter] = (),
+    *,
+    dtype: torch.dtype | None = None,
 ) -> tuple[tuple[SharedGradients | ReplicatedGradients, ...], frozenset[int]]:
     """Find the parameters that several pipeline ranks hold, those with partial gradients on the
     ``tp`` axis, and those that the ``cp`` axis or replicas hold alike; every rank must call this.
@@ -35,6 +38,7 @@ def find_copies(
         tensor: Tensor parallelism of the module, if any.
         experts: Experts that are sharded, which other context ranks do not hold.
         replicas: Parameters that every replica holds whole.
+        dtype: In which their gradients are added over the replicas; None: their own.
 
     Returns:
         The reductions after the backward, in order; and the ids of the parameters that another
@@ -46,7 +50,15 @@ def find_copies(
     shared: list[SharedGradients | ReplicatedGradients] = []
     elsewhere: set[int] = set()
     if replicas:
-        shared.append(ReplicatedGradients(parameters=tuple(replicas), group=mesh.data_group))
+        # Other axes would change gradients after the backward, and before they are averaged.
+        alone = mesh.sizes.data == mesh.sizes.world_size and {*named.values()} == {*replicas}
+        # A group of its own: what else replicas send in a backward may be before or after it.
+        replica_group = (
+            mesh.group("dp_replicate") if mesh.sizes.data_shard == 1 else mesh.data_group
+        )
+        shared.append(
+            ReplicatedGradients(parameters=replicas, group=replica_group, dtype=dtype, early=alone)
+        )
         # Norms count a parameter once: on the first replica.
         elsewhere |= {id(p) for p in replicas} if mesh.data_rank else set()
     # Each tensor rank has the gradient of its own heads, features or tokens: the sum is whole.

@@ -31,6 +31,7 @@ __all__ = [
     "first",
     "is_masked",
     "is_number",
+    "refused_hook",
     "run",
     "told",
 ]
@@ -197,11 +198,9 @@ def told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """
     if name.startswith("register_") and isinstance(args[0], DTensor):
         if args[0].device_mesh.mesh_dim_names != ("tp",):
-            raise ConfigurationError(
-                "LP919",
+            raise refused_hook(
                 f"{name}(...){user_line()} registers a hook on a shard of a weight. The hook "
-                "would never be called, since the weight is gathered for each step. Change p.grad "
-                "in on_after_backward, or register the hook on the output of a module.",
+                "would never be called, since the weight is gathered for each step"
             )
         args = args[0], partial(_mixing, args[1]), *args[2:]
     if name.startswith("register_") and isinstance(args[0], AbsentParameter):
@@ -214,6 +213,15 @@ def told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return torch.utils.hooks.RemovableHandle(OrderedDict())
     with plain_functions():
         return func(*args, **kwargs)
+
+
+def refused_hook(what: str) -> ConfigurationError:
+    """Return the error of a hook on a weight whose gradient is not that of one process."""
+    return ConfigurationError(
+        "LP919",
+        f"{what}. Change p.grad in on_after_backward, or register the hook on the output of a "
+        "module.",
+    )
 
 
 def _mixing(hook: Callable[..., Any], *args: Any) -> Any:

@@ -41,6 +41,7 @@ from lightning_par.strategies.hooks.mixed_tensors import (
     first,
     is_masked,
     is_number,
+    refused_hook,
     run,
     SET_DATA,
     told,
@@ -79,6 +80,7 @@ _TELLS = _names(
     "is_complex data_ptr get_device __len__ __hash__ requires_grad_ retain_grad untyped_storage "
     "ndimension type register_hook register_post_accumulate_grad_hook"
 )
+_HOOKS = _names("register_hook register_post_accumulate_grad_hook")
 _TO_PYTHON = _names(
     "item tolist numpy __array__ __float__ __int__ __bool__ __index__ __complex__ __format__ "
     "__repr__ __reduce_ex__ __contains__ is_nonzero equal allclose nonzero argwhere masked_select "
@@ -125,6 +127,7 @@ class WholeView(TorchFunctionMode):
         self._module, self._known, self._device = module, known, device
         self.group = mesh.group("pp") if mesh.sizes.pipeline > 1 else None
         self.place = mesh.place["pp"] if self.group is not None else 0
+        self._averages = mesh.token_group.size() > 1  # plain gradients, after the backward
         self._owners = {} if self.group is None else self._find_owners(self.group)
         self._handles: dict[str, AbsentParameter] = {}
         self._held: dict[int, tuple[str, int]] = {}
@@ -385,6 +388,11 @@ class WholeView(TorchFunctionMode):
         if name in _LIKE and parts and not self._is_part(args[0]):
             args, parts = (args[0], *tree_map(self._like, args[1:])), []
         if not parts:
+            if self._averages and name in _HOOKS and isinstance(args[0], nn.Parameter):
+                raise refused_hook(
+                    f"{name}(...){user_line()} registers a hook on a weight. The hook would get "
+                    "the gradient of a part of the batch, before the ranks average theirs"
+                )
             return func(*args, **kwargs)
         if name in _TELLS or (name == "__get__" and func not in (_DATA, _GRAD)):
             return told(func, name, args, kwargs)

@@ -266,9 +266,15 @@ def _materialize(
             experts=parts.experts,
             reduce_dtype=options.reduce_dtype,
             offload=_parameter_policy(options, device),
-            reduces=options.gradient_compression is None,
+            reduces=options.gradient_compression is None and not _are_whole(mesh, options),
             in_steps=not module.automatic_optimization,
         )
+
+
+def _are_whole(mesh: ParallelMesh, options: MeshOptions) -> bool:
+    """Return whether each rank holds all of the model and of the optimizer, which need no FSDP."""
+    is_alone = mesh.sizes.data == mesh.sizes.world_size > 1 == mesh.sizes.expert
+    return is_alone and options.zero_stage == 0 and options.offload_options is None
 
 
 def _gradient_path(
@@ -280,6 +286,8 @@ def _gradient_path(
     device: torch.device,
     options: MeshOptions,
 ) -> GradientPath:
+    compression = _compress(module, resolved, mesh, device, options)
+    averaged = compression is None and _are_whole(mesh, options)
     shared, elsewhere = find_copies(
         module,
         resolved,
@@ -288,9 +296,9 @@ def _gradient_path(
         parts.rank_of_stage,
         parts.tensor,
         parts.experts,
-        sharding.copies,
+        tuple(module.parameters()) if averaged else sharding.copies,
+        dtype=options.reduce_dtype,
     )
-    compression = _compress(module, resolved, mesh, device, options)
     # Compressed gradients are plain tensors, whose placements do not tell who counts them.
     elsewhere |= _of_other_replicas(module, mesh, compression)
     return GradientPath(

@@ -48,7 +48,6 @@ from lightning_par.strategies.optimizers.local_step import end_local_step
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.loss_form import FormWatch
-from lightning_par.strategies.step.pipelined_step import put_gradients, take_gradients
 from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 
 __all__ = ["GradientAction", "GradientPath", "MeshPrecision", "Phase", "mesh_precision"]
@@ -167,7 +166,7 @@ class GradientPath:
         self._norm: Tensor | None = None  # known between judging a step and clipping it
         self._absent = torch.zeros(())  # gradients that some rank lacks
         self._copies = [p for copies in shared for p in copies.parameters]
-        self._left: list[Tensor | None] | None = None  # gradients of steps before, while one is on
+        self._left: list[tuple[nn.Parameter, Tensor]] | None = None  # of steps before, in one
         self.actions = tuple(self._list_actions())
 
     def __str__(self) -> str:
@@ -304,12 +303,22 @@ class GradientPath:
         that nobody has zeroed since the last update.
         """
         if self._left is None:
-            self._left = take_gradients(self._copies)
+            # What is frozen keeps its own, as a network that is not trained in this backward.
+            self._left = []
+            for parameter in self._copies:
+                if parameter.requires_grad and parameter.grad is not None:
+                    self._left.append((parameter, parameter.grad))
+                    parameter.grad = None
+        for copies in self.shared if self._sharding.synchronizes else ():
+            copies.begin()
         try:
             yield
         finally:
             if self._sharding.synchronizes or not self._module.automatic_optimization:
-                put_gradients(self._copies, self._left, torch.ones(()))
+                with torch.no_grad():
+                    for parameter, left in self._left:
+                        now = parameter.grad
+                        parameter.grad = left if now is None else now.add_(left)
                 self._left = None
 
     def after_backward(self) -> None:

@@ -1,0 +1,158 @@
+"""Gradients of whole replicas: averaged in buckets, which are sent while the backward goes on."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_par.engine.data import gradient_reduction
+from lightning_par.engine.data.gradient_reduction import ReplicatedGradients
+from tests.support.ranks.api import ranks
+
+WIDTH = 4
+
+
+class Tower(nn.Module):
+    """Five layers, of which one is used twice, and one on chosen ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, *, uses_side: bool, is_reentrant: bool) -> Tensor:
+        if uses_side:
+            x = x + self.side(x)
+        for layer in (*self.layers, self.layers[0]):
+            y = checkpoint(layer, x, use_reentrant=True) if is_reentrant else layer(x)
+            x = torch.tanh(y)
+        return x.square().sum()
+
+
+def tower(rank: int, *, early: bool = True, dtype: torch.dtype | None = None) -> Any:
+    """Return a tower, its gradients in a bucket each, and an input of this rank."""
+    torch.manual_seed(0)
+    module = Tower().double()
+    group = dist.group.WORLD
+    assert group is not None
+    copies = ReplicatedGradients(
+        parameters=tuple(module.parameters()), group=group, dtype=dtype, early=early
+    )
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)[rank].requires_grad_()
+    return module, copies, x
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return them, and leave none."""
+    found = {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+@ranks(2)
+@pytest.mark.parametrize("size", [1, 2**25])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_averages_are_those_of_distributed_data_parallel(
+    rank: int, world: int, size: int, is_reentrant: bool
+) -> None:
+    gradient_reduction._BUCKET = size
+    module, copies, x = tower(rank)
+    # The side is used on both ranks, on one of them, on none.
+    for step, uses in enumerate([(1, 1), (1, 1), (0, 1), (1, 0), (0, 0), (1, 1)]):
+        plain, _, _ = tower(rank)
+        reference = DistributedDataParallel(plain, find_unused_parameters=True)
+        reference(x, uses_side=bool(uses[rank]), is_reentrant=False).backward()
+        wanted = gradients(plain)
+        copies.begin()
+        module(x, uses_side=bool(uses[rank]), is_reentrant=is_reentrant).backward()
+        copies.reduce()
+        found = gradients(module)
+        for name, grad in found.items():
+            if name.startswith("side") and not any(uses):
+                assert grad is None, step
+            else:
+                torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-14)
+    gradient_reduction._BUCKET = 2**25
+
+
+@ranks(2)
+def test_buckets_leave_in_the_backward_and_gradients_are_views_of_them(
+    rank: int, world: int
+) -> None:
+    gradient_reduction._BUCKET = 1
+    module, copies, x = tower(rank)
+    sent = []
+    send = gradient_reduction._Bucket.send
+    gradient_reduction._Bucket.send = lambda *args: (sent.append(ends), send(*args))  # type: ignore[method-assign,assignment,func-returns-value]
+    for step in range(2):
+        ends = False
+        copies.begin()
+        loss = module(x, uses_side=True, is_reentrant=False)
+        loss.backward()
+        ends = True
+        copies.reduce()
+        # The first backward shows which gradients come in parts.
+        assert sent == [step == 0] * 10
+        sent.clear()
+        module.zero_grad()
+    gradient_reduction._Bucket.send = send  # type: ignore[method-assign]
+    gradient_reduction._BUCKET = 2**25
+    copies = ReplicatedGradients(parameters=copies.parameters, group=copies.group)
+    module(x, uses_side=True, is_reentrant=False).backward()
+    copies.reduce()
+    assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}) == 1
+
+
+@ranks(2)
+def test_a_backward_that_is_not_announced_sends_nothing(rank: int, world: int) -> None:
+    module, copies, x = tower(rank)
+    for _ in range(2):
+        module(x, uses_side=True, is_reentrant=False).backward()
+        own = gradients(module)
+        copies.begin()
+        module(x, uses_side=True, is_reentrant=False).backward()
+        copies.reduce()
+        mean = gradients(module)
+        module(x, uses_side=True, is_reentrant=False).backward()
+        again = gradients(module)
+        for name, grad in own.items():
+            assert grad is not None
+            torch.testing.assert_close(again[name], grad, rtol=0, atol=0)
+            total = grad.clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(mean[name], total / 2, rtol=0, atol=1e-14)
+
+
+@ranks(2)
+def test_frozen_parameters_and_other_dtypes_and_layouts(rank: int, world: int) -> None:
+    module, copies, x = tower(rank, dtype=torch.float32)
+    weight = module.layers[1].weight
+    weight.data = weight.data.t().contiguous().t()
+    for trains in (True, False, True):
+        module.side.requires_grad_(trains)
+        copies.begin()
+        module(x, uses_side=True, is_reentrant=False).backward()
+        strides = weight.grad.stride()
+        copies.reduce()
+        assert weight.grad.stride() == strides
+        assert weight.grad.dtype is torch.float64
+        assert torch.equal(weight.grad, weight.grad.float().double())
+        assert (module.side.weight.grad is not None) == trains
+        module.zero_grad()
+
+
+@ranks(2)
+def test_a_gradient_that_is_sent_already_gets_no_second_part(rank: int, world: int) -> None:
+    gradient_reduction._BUCKET = 1
+    module, copies, x = tower(rank)
+    copies.begin()
+    module(x, uses_side=True, is_reentrant=False).backward()
+    copies.reduce()
+    copies.begin()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        module(x, uses_side=True, is_reentrant=True).backward()
+    gradient_reduction._BUCKET = 2**25
