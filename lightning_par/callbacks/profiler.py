@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_par.engine.batch import signature
 from lightning_par.engine.clock import clock_for, measure_offset
-from lightning_par.engine.data.gradient_reduction import SharedGradients
+from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError
@@ -166,6 +166,7 @@ class Recording:
         scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
         checks_finite = strategy.options.on_nonfinite != "ignore" and not scales_loss
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        shared = self.parallel_model.shared
         return Parts(
             takes_norm=checks_finite or clips,
             compresses=self.parallel_model.compression is not None,
@@ -174,7 +175,8 @@ class Recording:
             mesh=self.mesh,
             bounds=self.parallel_model.bounds,
             owners=self.parallel_model.rank_of_stage,
-            shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
+            shared=[s for s in shared if isinstance(s, SharedGradients)],
+            averaged=[c for c in shared if isinstance(c, ReplicatedGradients) and c.early],
             zero_stage=strategy.options.zero_stage,
             sequence_parallel=strategy.options.sequence_parallel
             and self.parallel_model.resolved.plan.sequence_region != "none",

@@ -1,7 +1,8 @@
 """Running the user's code without a trace: what it changed in a module is put back."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -73,20 +74,9 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         module: Code that changes it may run inside.
         but: Buffers and attributes that stay as they are then; read at the end.
     """
-    # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
-    with torch.inference_mode(False), torch.no_grad():
-        memory = [(parameter, parameter.detach()) for parameter in module.parameters()]
-        parameters = [local_part(tensor) for _, tensor in memory]
-    # The memory of a shard is no matter of the step, which gets something gathered in its place.
-    memory = [
-        (parameter, tensor) for parameter, tensor in memory if not isinstance(tensor, DTensor)
-    ]
-    # A large model's weights would not fit twice; a step that writes to them is then not undone.
-    if sum(tensor.nbytes for tensor in parameters) > _COPIED:
-        parameters = []
     # Submodules are restored by name below, and not as objects in attributes.
     seen = {id(part) for part in module.modules()}
-    contents = [restore_of(parameter, seen) for parameter in parameters]
+    contents = _restores_of_parameters(module, seen)
     hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
     # Restores are made before the step, as each takes its copy now.
     state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
@@ -109,9 +99,6 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
                 refill(held, before)
         for owner, setting, value in settings:
             setattr(owner, setting, value)
-        for parameter, tensor in memory:  # `p.data = ...` gives it another
-            if memory_key(parameter) != memory_key(tensor):
-                parameter.data = tensor
         for restore in contents:
             restore()
         for held, names in hooks:
@@ -130,6 +117,26 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
                 restore()
                 place, name = key
                 _holder(parts[place], name)[name] = value
+
+
+def _restores_of_parameters(module: nn.Module, seen: set[int]) -> list[Callable[[], Any]]:
+    """Return what puts parameters back, see `untouched`."""
+    # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
+    with torch.inference_mode(False), torch.no_grad():
+        held = [(parameter, parameter.detach()) for parameter in module.parameters()]
+        parts = [local_part(tensor) for _, tensor in held]
+    # A shard is no matter of the step, which gets something gathered in its place.
+    restores: list[Callable[[], Any]]
+    restores = [partial(_give_memory, *one) for one in held if not isinstance(one[1], DTensor)]
+    # A large model's weights would not fit twice; a step that writes to them is then not undone.
+    if sum(tensor.nbytes for tensor in parts) <= _COPIED:
+        restores += [restore_of(part, seen) for part in parts]
+    return restores
+
+
+def _give_memory(parameter: nn.Parameter, memory: Tensor) -> None:
+    if memory_key(parameter) != memory_key(memory):  # after `parameter.data = ...`
+        parameter.data = memory
 
 
 def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:

@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.collectives import split_sizes
-from lightning_par.engine.data.gradient_reduction import SharedGradients
+from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import matching_modules, StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
@@ -81,6 +81,7 @@ class Parts:
         bounds: First and one-past-last block of every pipeline stage.
         owners: The pipeline rank of every stage.
         shared: Parameters whose gradients are summed after the backward.
+        averaged: Parameters of which each replica has a copy, if FSDP reduces no gradients.
         zero_stage: 0 to 3.
         sequence_parallel: Whether activations between the blocks are sharded along T.
         compiled: Whether the blocks are compiled; hooks inside them would not run then.
@@ -95,6 +96,7 @@ class Parts:
     bounds: Sequence[tuple[int, int]]
     owners: Sequence[int]
     shared: Sequence[SharedGradients]
+    averaged: Sequence[ReplicatedGradients]
     zero_stage: int
     sequence_parallel: bool
     compiled: bool
@@ -216,6 +218,11 @@ class Forecast:
             return
         # Weight, samples, and length of rows, over all replicas.
         self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
+        if parts.averaged:
+            for copies in parts.averaged if synchronizes else ():
+                for payload in copies.messages():
+                    self._add(copies.group, "all_reduce", payload)
+            return
         # Without a pipeline a step is one forward and one backward.
         walk = actions or (Action(0, _F, 0), Action(0, _B, 0))
         # Below ZeRO 2 gradients accumulate whole, and are reduced once. A split backward (W)

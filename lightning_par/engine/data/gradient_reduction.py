@@ -97,8 +97,8 @@ class _Bucket:
     _message: tuple[dist.Work | None, list[tuple[Tensor, Tensor]], Tensor, list[int]] | None = None
 
     def begin(self) -> None:
-        """Expect a backward."""
-        self.waits_for = set(self.parameters)
+        """Expect a backward; one before it may have failed."""
+        self.waits_for, self._message = set(self.parameters), None
 
     def add(self, parameter: nn.Parameter) -> None:
         """Take note of a gradient, which the backward may give in several parts.
@@ -179,6 +179,7 @@ class ReplicatedGradients:
     Attributes:
         parameters: As given.
         group: As given.
+        early: As given.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class ReplicatedGradients:
         early: bool = False,
     ) -> None:
         self.parameters, self.group = tuple(parameters), group
-        self._dtype, self._early, self._is_on = dtype, early, False
+        self._dtype, self.early, self._is_on = dtype, early, False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._sent = 0
@@ -207,10 +208,10 @@ class ReplicatedGradients:
 
     def begin(self) -> None:
         """Let the backward that follows send gradients, whose first parts it gives."""
-        if self._early:
+        if self.early:
             for bucket in self._arrange():
                 bucket.begin()
-            self._is_on = True
+            self._is_on, self._sent = True, 0
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -238,7 +239,7 @@ class ReplicatedGradients:
         if list(map(id, wanted)) != list(map(id, self._bucket_of)):
             self._buckets = [_Bucket(parameters) for parameters in fill_buckets(wanted)]
             self._bucket_of = {p: b for b in self._buckets for p in b.parameters}
-            for parameter in wanted if self._early else ():
+            for parameter in wanted if self.early else ():
                 if parameter not in self._nodes:
                     node = self._nodes[parameter] = get_gradient_edge(parameter).node
                     node.register_hook(partial(self._add, parameter))

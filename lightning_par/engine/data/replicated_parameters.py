@@ -50,15 +50,7 @@ def find_copies(
     shared: list[SharedGradients | ReplicatedGradients] = []
     elsewhere: set[int] = set()
     if replicas:
-        # Other axes would change gradients after the backward, and before they are averaged.
-        alone = mesh.sizes.data == mesh.sizes.world_size and {*named.values()} == {*replicas}
-        # A group of its own: what else replicas send in a backward may be before or after it.
-        replica_group = (
-            mesh.group("dp_replicate") if mesh.sizes.data_shard == 1 else mesh.data_group
-        )
-        shared.append(
-            ReplicatedGradients(parameters=replicas, group=replica_group, dtype=dtype, early=alone)
-        )
+        shared.append(_average_of_replicas(module, mesh, replicas, dtype))
         # Norms count a parameter once: on the first replica.
         elsewhere |= {id(p) for p in replicas} if mesh.data_rank else set()
     # Each tensor rank has the gradient of its own heads, features or tokens: the sum is whole.
@@ -92,6 +84,19 @@ def find_copies(
         if group.rank():
             elsewhere |= {id(p) for p in held_here}
     return tuple(shared), frozenset(elsewhere)
+
+
+def _average_of_replicas(
+    module: nn.Module,
+    mesh: ParallelMesh,
+    replicas: Sequence[nn.Parameter],
+    dtype: torch.dtype | None,
+) -> ReplicatedGradients:
+    # Other axes, and FSDP, change or need gradients after the backward.
+    are_all = mesh.sizes.data == mesh.sizes.world_size and {*module.parameters()} == {*replicas}
+    # A group of its own: what else replicas send in a backward may be before or after it.
+    group = mesh.group("dp_replicate") if mesh.sizes.data_shard == 1 else mesh.data_group
+    return ReplicatedGradients(parameters=replicas, group=group, dtype=dtype, early=are_all)
 
 
 def _by_owners(

@@ -189,7 +189,8 @@ class Judge:
         self.notes.append("the update is not compared, since every learning rate is 0")
 
     def _lost_write(self, one: StepRecord) -> str | None:
-        """Return what is wrong with a forward that writes to a parameter of which ranks hold parts.
+        """Return what is wrong with a forward that writes to a parameter of which ranks hold parts,
+        or copies.
 
         It need not show in the first step: a weight may have its length already.
         """
@@ -197,15 +198,22 @@ class Judge:
         divided = any(isinstance(parameter, DTensor) for parameter in held.values())
         for name in sorted(one.written):
             if isinstance(held[name], DTensor) if name in held else divided:
-                return (
-                    f"the forward of {name.rpartition('.')[0] or 'the module'} writes to its "
-                    f"parameter {name}, but this parameter is sharded: the forward uses a "
-                    "gathered copy, and the write to the copy is lost. Compute with the new value "
-                    "instead of writing it to the parameter, as in F.linear(x, "
-                    "F.normalize(self.weight)) or torch.nn.utils.parametrize. Or write to the "
-                    "parameter in on_train_batch_end, each entry separately. The run ends after "
-                    "this step, and no checkpoint of it was saved."
+                why = (
+                    "is sharded: the forward uses a gathered copy, and the write to the copy is "
+                    "lost"
                 )
+            elif name in held and self.model.mesh.sizes.data > 1:
+                why = "has a copy on every replica, which writes what its own samples give"
+            else:
+                continue
+            return (
+                f"the forward of {name.rpartition('.')[0] or 'the module'} writes to its "
+                f"parameter {name}, but this parameter {why}. Compute with the new value "
+                "instead of writing it to the parameter, as in F.linear(x, "
+                "F.normalize(self.weight)) or torch.nn.utils.parametrize. Or write to the "
+                "parameter in on_train_batch_end, each entry separately. The run ends after "
+                "this step, and no checkpoint of it was saved."
+            )
         return None
 
     def judge_rehearsal(self, mesh: StepRecord, tensors: Mapping[str, Tensor]) -> Differs | None:
