@@ -50,6 +50,16 @@ PATHS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
             f"6. clip {CLIP}",
         ],
     ),
+    "dp4, whole replicas": (
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 0},
+        False,
+        [
+            f"1. average copies over dp_replicate {BACKWARD}",
+            f"2. norm over all ranks {STEP}",
+            f"3. raise if the norm or a loss is not finite {STEP}",
+            f"4. clip {CLIP}",
+        ],
+    ),
     "cp2 dp2, float16": (
         {
             "tensor_parallel_size": 1,

@@ -16,6 +16,8 @@ Note [Gradients of shards]: a step that reads a parameter itself, as for a penal
 gradient of that on the shard, by autograd. FSDP2 adds that of the forward, on a stream of which
 autograd knows nothing. So what autograd adds to a shard waits for the reductions that were started.
 
+Without other axes stage 0 needs no FSDP: see `ReplicatedGradients` in `gradient_reduction.py`.
+
 A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over
 batches, no stage communicates gradients, unless they are added up on the host.
 

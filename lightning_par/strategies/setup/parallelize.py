@@ -2,8 +2,8 @@
 
 split stages -> sums over replicas inside the forward, as of expert loads -> experts -> tensor ->
 context -> defer weight gradients -> recompute -> compile -> tensors kept by recomputation to the
-host -> materialize and shard, unit by unit (whole replicas that compress gradients: materialize)
--> optimizer
+host -> materialize and shard, unit by unit (whole replicas that compress gradients, or have no
+other axis: materialize) -> optimizer
 """
 
 import hashlib

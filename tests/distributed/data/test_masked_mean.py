@@ -11,6 +11,7 @@ from tests.support.parity import assert_parity
 
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "dp2 zero0": ({**ONE, "zero_stage": 0}, 2, 2),
     "dp2 zero1": ({**ONE, "zero_stage": 1}, 2, 2),
     "dp2 zero3": ({**ONE, "zero_stage": 3}, 2, 2),
     "pp2": ({**ONE, "pipeline_parallel_size": 2, "num_microbatches": 2}, 2, 1),
