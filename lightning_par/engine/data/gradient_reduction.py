@@ -86,22 +86,25 @@ class _Bucket:
 
     Attributes:
         parameters: Theirs.
-        waits_for: Parameters of which the backward that runs has not given the gradient yet.
+        waits_for: Ids of those of which the backward that runs has not given the gradient yet.
         may_be_early: Whether a backward before this one gave each gradient at once.
     """
 
     parameters: list[nn.Parameter]
-    waits_for: set[nn.Parameter] = field(default_factory=set)
+    waits_for: set[int] = field(default_factory=set)
     may_be_early: bool = False
     is_in_parts: bool = False
     _message: tuple[dist.Work | None, list[tuple[Tensor, Tensor]], Tensor, list[int]] | None = None
 
     def begin(self) -> None:
         """Expect a backward; one before it may have failed."""
-        self.waits_for, self._message = set(self.parameters), None
+        self.waits_for, self._message = set(map(id, self.parameters)), None
 
-    def add(self, parameter: nn.Parameter) -> None:
+    def add(self, parameter: int) -> None:
         """Take note of a gradient, which the backward may give in several parts.
+
+        Args:
+            parameter: Id of its parameter.
 
         Raises:
             RuntimeError: The gradients are sent already.
@@ -193,10 +196,10 @@ class ReplicatedGradients:
         self.parameters, self.group = tuple(parameters), group
         self._dtype, self.early, self._is_on = dtype, early, False
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._bucket_of: dict[int, _Bucket] = {}  # by id: the hash of a tensor takes its time
         self._sent = 0
         # Of each parameter what adds to its gradient: the hooks are on these, and end with them.
-        self._nodes: dict[nn.Parameter, Node] = {}
+        self._nodes: dict[int, Node] = {}
 
     def messages(self) -> list[int]:
         """Return the bytes of each message of a step, in which all parameters that train have one
@@ -236,17 +239,16 @@ class ReplicatedGradients:
         """Return the buckets, the same in every step unless other parameters train."""
         # The last ones have their gradients first.
         wanted = [p for p in reversed(self.parameters) if p.requires_grad]
-        if list(map(id, wanted)) != list(map(id, self._bucket_of)):
+        if {*map(id, wanted)} != self._bucket_of.keys():
             self._buckets = [_Bucket(parameters) for parameters in fill_buckets(wanted)]
-            self._bucket_of = {p: b for b in self._buckets for p in b.parameters}
+            self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
             for parameter in wanted if self.early else ():
-                if parameter not in self._nodes:
-                    node = self._nodes[parameter] = get_gradient_edge(parameter).node
-                    node.register_hook(partial(self._add, parameter))
+                if id(parameter) not in self._nodes:
+                    node = self._nodes[id(parameter)] = get_gradient_edge(parameter).node
+                    node.register_hook(partial(self._add, id(parameter)))
         return self._buckets
 
-    @torch.no_grad()
-    def _add(self, parameter: nn.Parameter, *_: Any) -> None:
+    def _add(self, parameter: int, *_: Any) -> None:
         """Send what is complete with a gradient that the backward has given."""
         bucket = self._bucket_of.get(parameter) if self._is_on else None
         if bucket is None:
@@ -256,7 +258,8 @@ class ReplicatedGradients:
             following = self._buckets[self._sent]
             if following.waits_for or not following.may_be_early:
                 return
-            following.send(self.group, self._dtype)
+            with torch.no_grad():
+                following.send(self.group, self._dtype)
             self._sent += 1
 
 
