@@ -11,9 +11,10 @@ seeded by its number on the tape, so that all of them see the same values. Neith
 else a rank makes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,10 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_par.errors import PlanError
 from lightning_par.upstream.dispatch import item_operator, operator_schema, TorchDispatchMode
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import storage_key
 
-__all__ = ["ConstructionTape", "TapeEntry", "TensorView"]
+__all__ = ["ConstructionTape", "TapeEntry", "TensorView", "leaves_of", "mapped"]
 
 _aten = torch.ops.aten
 _EMPTY = (
@@ -36,6 +36,34 @@ _EMPTY = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
+
+
+_LISTS = (list, tuple)
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments of an operator with `change` applied to every leaf.
+
+    Operators know no nests but lists and dicts, so this takes a tenth of the time of `tree_map`.
+    """
+    if isinstance(value, _LISTS):
+        return [mapped(change, each) for each in value]
+    if isinstance(value, dict):
+        return {key: mapped(change, each) for key, each in value.items()}
+    return change(value)
+
+
+def leaves_of(*values: Any) -> list[Any]:
+    """Return the leaves of arguments or results of an operator, in order."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, _LISTS):
+            found += leaves_of(*value)
+        elif isinstance(value, dict):
+            found += leaves_of(*value.values())
+        else:
+            found.append(value)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +119,28 @@ class TapeEntry:
         return self.function in _EMPTY
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    found = []
-    for place, argument in enumerate(operator_schema(func).arguments):
-        # Of the operator's schema: `a!` marks what is written in place.
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
+def _is_written(declared: Any) -> bool:
+    # Of the operator's schema: `a!` marks what is written in place.
+    return declared.alias_info is not None and declared.alias_info.is_write
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operator writes to."""
+    arguments = enumerate(operator_schema(func).arguments)
+    return [(place, each.name) for place, each in arguments if _is_written(each)]
+
+
+@cache
+def _returned(func: Any) -> tuple[int, bool]:
+    """Return how many results an operator has, and whether they are what it writes to."""
+    returns = operator_schema(func).returns
+    return len(returns), all(map(_is_written, returns))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    given = (args[i] if i < len(args) else kwargs.get(n) for i, n in _written_arguments(func))
+    return [t for value in given for t in leaves_of(value) if isinstance(t, Tensor)]
 
 
 class ConstructionTape(TorchDispatchMode):
@@ -124,9 +166,12 @@ class ConstructionTape(TorchDispatchMode):
         self._count = 0
         self._paused = False
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Run operations without recording them."""
-        return replaced(self, "_paused", True)
+        # Modes of functions see what the user's code calls, not each question of the tape.
+        with replaced(self, "_paused", True), torch.DisableTorchFunction():
+            yield
 
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether the tape has met the storage of `tensor`."""
@@ -134,27 +179,38 @@ class ConstructionTape(TorchDispatchMode):
 
     def view(self, tensor: Tensor) -> TensorView:
         """Return how the tape refers to `tensor`, a new buffer if it has not met its storage."""
+        return self._view(tensor)[0]
+
+    def _view(self, tensor: Tensor) -> tuple[TensorView, bool]:
+        """Return the view, and whether the tape had met its storage."""
         storage = tensor.untyped_storage()
         # A storage is a buffer, whatever views of it come.
-        if storage_key(storage) not in self._storages:
-            self._name(storage, self._count)
+        found = self._storages.get(storage_key(storage))
+        buffer = self._count if found is None else found[1]
+        if found is None:
+            reference = self._name(storage, buffer)
             if not tensor.is_meta:
-                self._real[self._count] = self._storages[storage_key(storage)][0]
+                self._real[buffer] = reference
             self._count += 1
-        return TensorView(
-            buffer=self._storages[storage_key(storage)][1],
+        view = TensorView(
+            buffer=buffer,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
             dtype=tensor.dtype,
         )
+        return view, found is not None
 
-    def _name(self, storage: torch.UntypedStorage, buffer: int) -> None:
+    def _name(self, storage: torch.UntypedStorage, buffer: int) -> StorageWeakRef:
         # Weakly: a key may be given to another storage once this one is freed.
-        self._storages[storage_key(storage)] = (StorageWeakRef(storage), buffer)
+        reference = StorageWeakRef(storage)
+        self._storages[storage_key(storage)] = (reference, buffer)
+        return reference
 
     def adopt(self, tensor: Tensor, label: str) -> Tensor:
         """Return a meta tensor that stands for `tensor`: one history from now on.
+
+        Called while the tape is `paused`, without gradients.
 
         Args:
             tensor: A parameter about to be registered; real or meta.
@@ -164,22 +220,21 @@ class ConstructionTape(TorchDispatchMode):
         self.labels.setdefault(view.buffer, label)
         if tensor.is_meta:
             return tensor
+        bytes_held = tensor.untyped_storage().nbytes()
+        base = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
         # The base has as many bytes as the real storage, so that views keep their geometry.
-        with self.paused(), torch.no_grad():
-            entries = tensor.untyped_storage().nbytes() // tensor.element_size()
-            base = torch.empty(entries, dtype=tensor.dtype, device="meta")
-            self._name(base.untyped_storage(), view.buffer)
-            return base.as_strided(view.size, view.stride, view.offset)
+        if view.offset or base.untyped_storage().nbytes() != bytes_held:
+            base = torch.empty(bytes_held // tensor.element_size(), dtype=view.dtype, device="meta")
+        self._name(base.untyped_storage(), view.buffer)
+        return base.as_strided(view.size, view.stride, view.offset) if view.offset else base
 
     def _input(self, tensor: Tensor) -> TensorView:
         """Like `view`; the present values of a real tensor that the tape has not met are kept."""
-        met = self.knows(tensor)
-        view = self.view(tensor)
+        view, met = self._view(tensor)
         if not met and not tensor.is_meta:
-            with self.paused():
-                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                # Its bytes, not a copy: copied before the first write, see `_keep_before_write`.
-                self._constants[view.buffer] = flat.set_(tensor.untyped_storage())
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            # Its bytes, not a copy: copied before the first write, see `_keep_before_write`.
+            self._constants[view.buffer] = flat.set_(tensor.untyped_storage())
         return view
 
     def record(
@@ -193,17 +248,23 @@ class ConstructionTape(TorchDispatchMode):
         random: bool,
     ) -> None:
         """Append one operation that has run, or that stands for what would have run."""
-        as_view = lambda x: self._input(x) if isinstance(x, Tensor) else x  # noqa: E731
-        viewed_args, viewed_kwargs = tree_map(as_view, args), tree_map(as_view, kwargs)
-        inputs = [x for x in tree_leaves((viewed_args, viewed_kwargs)) if isinstance(x, TensorView)]
         # All inputs count as read, also those that are only written: an order is kept anyhow.
-        reads = frozenset(v.buffer for v in inputs)
+        reads: set[int] = set()
+
+        def as_view(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            view = self._input(value)
+            reads.add(view.buffer)
+            return view
+
+        viewed_args, viewed_kwargs = tuple(mapped(as_view, args)), mapped(as_view, kwargs)
         outputs = tuple(
             self.view(t) if isinstance(t, Tensor) and not self.knows(t) else None
-            for t in tree_leaves(result)
+            for t in leaves_of(result)
         )
-        writes = frozenset(self.view(t).buffer for t in written)
-        writes |= {v.buffer for v in outputs if v is not None}
+        writes = {self.view(t).buffer for t in written}
+        writes.update(v.buffer for v in outputs if v is not None)
         # An operation that makes and changes nothing, as a question for a shape, is left out.
         if writes:
             entry = TapeEntry(
@@ -211,8 +272,8 @@ class ConstructionTape(TorchDispatchMode):
                 args=viewed_args,
                 kwargs=viewed_kwargs,
                 outputs=outputs,
-                reads=reads,
-                writes=writes,
+                reads=frozenset(reads),
+                writes=frozenset(writes),
                 random=random,
                 default_dtype=torch.get_default_dtype(),
             )
@@ -226,12 +287,13 @@ class ConstructionTape(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         written = _written(func, args, kwargs)
-        with self.paused():
+        # As in `paused`; this mode is off while it handles an operation.
+        with torch.DisableTorchFunction():
             for tensor in written:
                 self._keep_before_write(tensor)
-            on_meta = any(t.is_meta for t in tensors)
+            leaves = leaves_of(args, kwargs)
+            on_meta = any(isinstance(t, Tensor) and t.is_meta for t in leaves)
             result = (
                 self._on_meta(func, args, kwargs, written) if on_meta else func(*args, **kwargs)
             )
@@ -253,19 +315,18 @@ class ConstructionTape(TorchDispatchMode):
         real = [t for t in written if not t.is_meta]
         # A value that leaves meta: a real tensor would be filled with values that do not exist.
         if real or func is item_operator:
-            self._refuse(tree_leaves((args, kwargs)), str(func))
-        returns = operator_schema(func).returns
+            self._refuse(leaves_of(args, kwargs), str(func))
         # What an in-place operation returns are the tensors that it wrote: keep their identity.
-        aliases = all(r.alias_info is not None and r.alias_info.is_write for r in returns)
-        if written and aliases and torch.Tag.inplace_view not in func.tags:
+        returns, only_written = _returned(func)
+        if written and only_written and torch.Tag.inplace_view not in func.tags:
             if not returns:
                 return None
-            return written[0] if len(returns) == 1 else tuple(written)
+            return written[0] if returns == 1 else tuple(written)
         to_meta = lambda x: x.to("meta") if isinstance(x, Tensor) else x  # noqa: E731
         try:
-            return func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+            return func(*mapped(to_meta, args), **mapped(to_meta, kwargs))
         except NotImplementedError:
-            self._refuse(tree_leaves((args, kwargs)), str(func))
+            self._refuse(leaves_of(args, kwargs), str(func))
             raise
 
     def _refuse(self, leaves: Iterable[Any], operation: str) -> None:

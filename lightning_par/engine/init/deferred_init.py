@@ -22,11 +22,16 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
+from lightning_par.engine.init.construction_tape import (
+    ConstructionTape,
+    leaves_of,
+    mapped,
+    TapeEntry,
+    TensorView,
+)
 from lightning_par.engine.rng import fork_torch_rng, seed_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.upstream.dispatch import operator_schema
-from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import make_subclass
 
 __all__ = ["ConstructionRecord", "record_construction"]
@@ -106,9 +111,12 @@ class ConstructionRecord:
 
     def _meta_twin(self, parameter: nn.Parameter, label: str) -> nn.Parameter:
         """Return the meta parameter in the place of `parameter`, the same one each time."""
-        if parameter not in self._twins:
+        found: nn.Parameter | None = self._twins.get(parameter)
+        if found is not None:
+            return found
+        with self._tape.paused(), torch.no_grad():
             # Adopted: real parameters become meta ones with the same history.
-            twin, meta = parameter, self._tape.adopt(parameter.data, label)
+            twin, meta = parameter, self._tape.adopt(parameter, label)
             if not parameter.is_meta:
                 twin = make_subclass(type(parameter), meta, parameter.requires_grad)
                 twin.__dict__.update(parameter.__dict__)
@@ -116,8 +124,7 @@ class ConstructionRecord:
             # A twin is its own twin, as ties register it again.
             self._twins[twin] = twin
             self._views[twin] = self._tape.view(twin)
-        found: nn.Parameter = self._twins[parameter]
-        return found
+            return twin
 
     def _check(
         self, name: str, parameter: Tensor, view: TensorView, entries: list[TapeEntry]
@@ -190,13 +197,13 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
         # A generator of the constructor's cannot be put back: draws follow the seed instead.
         return None if isinstance(x, torch.Generator) else x
 
-    args, kwargs = tree_map(real, (entry.args, entry.kwargs))
+    args, kwargs = mapped(real, entry.args), mapped(real, entry.kwargs)
     schema = operator_schema(entry.function) if hasattr(entry.function, "overloadpacket") else None
     if schema is not None and any(a.name == "device" for a in schema.arguments):
         # Pinned memory belongs to the CPU only.
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"} | {"device": device}
     torch.set_default_dtype(entry.default_dtype)
-    results = tree_leaves(entry.function(*args, **kwargs))
+    results = leaves_of(entry.function(*args, **kwargs))
     for view, result in zip(entry.outputs, results, strict=True):
         if view is None:
             continue

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.init import orthogonal_, trunc_normal_
+from torch.overrides import TorchFunctionMode
 
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
 from lightning_par.engine.rng import seed_of
@@ -333,6 +335,25 @@ def test_seed_is_stable_and_has_63_bits() -> None:
     assert seed_of(1, "a") == 1515775267073163690
     assert 0 <= seed_of(1, "a") < 2**63
     assert len({seed_of(1, "a"), seed_of(1, "b"), seed_of(2, "a"), seed_of("1", "a")}) == 4
+
+
+class Counted(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_functions_see_little_more_than_the_constructor_calls() -> None:
+    # The more they see, the longer a large model takes: Lightning has two of them on.
+    with Counted() as plain:
+        Net()
+    with Counted() as counted, record_construction():
+        Net()
+    assert counted.calls < 2 * plain.calls
 
 
 SIZES = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
