@@ -5,14 +5,13 @@ writes its boxes into it, and rank 0 adds the manifest.
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_par.checkpoint.index import file_name, MANIFEST, TensorEntry
+from lightning_par.checkpoint.index import Chunk, file_name, MANIFEST, TensorEntry
 from lightning_par.checkpoint.optimizer_groups import merge_groups, split_states, torch_state
 from lightning_par.checkpoint.part import Part, Plain
 from lightning_par.checkpoint.pieces import Piece, unbroken_runs
@@ -50,9 +49,16 @@ class FileSave(Save):
         # others.
         blanks = make_blanks({name: (e.dtype, e.shape) for name, e in entries.items()})
         plains = [o.plain for o in outlines if o.plain is not None]
+        ours: dict[str, bytes | int] = {}
+        for rank, plain in enumerate(plains):
+            ours[file_name("state", rank, world, "json")] = plain.state
+            # The rank's tensors are on the rank still: their record is zeros until it writes
+            # them.
+            if plain.room:
+                ours[file_name("state", rank, world)] = plain.room
         # After this the file has its full length (with holes), and every rank writes into it at
         # once.
-        records = write_skeleton(self._file, self._whole(plains, blanks))
+        records, appended = write_skeleton(self._file, self._whole(plains, blanks), ours)
         names = {storage_key(blank.untyped_storage()): name for name, blank in blanks.items()}
         starts, record_of = {}, {}
         for record, (storage, place) in records.items():
@@ -68,14 +74,6 @@ class FileSave(Save):
         # Only now is it known which record of the archive holds which tensor.
         index.weights = _in_records(index.weights, "weights", record_of)
         index.optimizer = _in_records(index.optimizer, "optimizer", record_of)
-        ours: dict[str, bytes | int] = {}
-        for rank, plain in enumerate(plains):
-            ours[file_name("state", rank, world, "json")] = plain.state
-            # The rank's tensors are on the rank still: their record is zeros until it writes
-            # them.
-            if plain.room:
-                ours[file_name("state", rank, world)] = plain.room
-        appended = append_records(self._file, ours)
         self._places = {name: place for name, (place, _) in appended.items()}
         self._places |= {record: place for record, (_, place) in records.items()}
         # Of what is already final: torch's own records and the states. Ranks report the rest.
@@ -173,13 +171,12 @@ def _in_records(
     entries: Mapping[str, TensorEntry], kind: str, record_of: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
     """Return entries whose boxes name the record that holds the whole tensor."""
-    return {
-        name: replace(
-            entry,
-            chunks=tuple(replace(c, file=record_of[f"{kind}/{name}"]) for c in entry.chunks),
-        )
-        for name, entry in entries.items()
-    }
+    found = {}
+    for name, entry in entries.items():
+        record = record_of[f"{kind}/{name}"]
+        chunks = tuple(Chunk(record, c.key, c.offset, c.shape) for c in entry.chunks)
+        found[name] = TensorEntry(entry.dtype, entry.shape, chunks)
+    return found
 
 
 def _record_at(path: Path, place: int, length: int) -> FileRecord:

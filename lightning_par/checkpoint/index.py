@@ -15,7 +15,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +289,8 @@ class Manifest:
         Args:
             more: Further entries, of JSON types.
         """
-        value = {"kind": _KIND, "format": FORMAT, **asdict(self), **more}
+        own: dict[str, Any] = {**vars(self), "files": {n: vars(r) for n, r in self.files.items()}}
+        value = {"kind": _KIND, "format": FORMAT, **own, **more}
         # A folder has none; without the key it is what older code of this format reads.
         if not self.places:
             del value["places"]

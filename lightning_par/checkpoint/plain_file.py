@@ -212,15 +212,19 @@ def make_blanks(specs: Mapping[K, tuple[torch.dtype, tuple[int, ...]]]) -> dict[
     return {key: blank(dtype, shape) for key, (dtype, shape) in specs.items()}
 
 
-def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStorage, int]]:
-    """Write what `torch.save` writes, without the bytes of tensors.
+def write_skeleton(
+    path: Path, value: Any, more: Mapping[str, bytes | int]
+) -> tuple[dict[str, tuple[torch.UntypedStorage, int]], dict[str, tuple[int, int]]]:
+    """Write what `torch.save` writes, without the bytes of tensors, and records of ours.
 
     Args:
         path: File to write.
         value: Any value that `torch.save` takes.
+        more: Records of ours, as `append_records` takes them.
 
     Returns:
-        Record -> the storage whose bytes it is to hold, and the place of its first byte.
+        Record -> the storage whose bytes it is to hold, and the place of its first byte; and what
+        `append_records` returns.
 
     Raises:
         CheckpointError: `value` holds a tensor that has no plain storage.
@@ -244,7 +248,8 @@ def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStora
         # The module is only asked for `Pickler` and its name.
         torch.save(value, path, pickle_module=SimpleNamespace(Pickler=Pickler, __name__="pickle"))
     expected = {f"data/{i}": storage for i, storage in enumerate(storages.values())}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    # Opened once: its directory names each tensor, and is read anew each time.
+    with path.open("r+b") as file, zipfile.ZipFile(file, "a") as archive:
         found = {_short(info): info for info in archive.infolist()}
         sizes = {name: info.file_size for name, info in found.items() if name[:5] == "data/"}
         # A storage that was met elsewhere (a bare storage, a sparse tensor's parts) would shift
@@ -256,7 +261,8 @@ def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStora
                 "sparse or quantized tensor, which cannot be written to a checkpoint that is one "
                 "file. Store a plain tensor, or use checkpoint_format='folder'.",
             )
-        return {n: (storage, _place(file, found[n])) for n, storage in expected.items()}
+        tensors = {n: (storage, _place(file, found[n])) for n, storage in expected.items()}
+        return tensors, _append(archive, file, more)
 
 
 def append_records(path: Path, records: Mapping[str, bytes | int]) -> dict[str, tuple[int, int]]:
@@ -273,29 +279,31 @@ def append_records(path: Path, records: Mapping[str, bytes | int]) -> dict[str, 
     Raises:
         OSError: The disk is full, for example.
     """
-    with zipfile.ZipFile(path, "a") as archive:
-        # All records of torch's archive are in one folder; its reader wants that of ours there,
-        # too.
-        folder = archive.namelist()[0].partition("/")[0]
-        for name, content in records.items():
-            info = zipfile.ZipInfo(f"{folder}/{_OURS}{name}")
-            # force_zip64: the local header must have room for sizes over 4 GiB before they are
-            # known.
-            with archive.open(info, "w", force_zip64=True) as record:
-                if isinstance(content, bytes):
-                    record.write(content)
-                    continue
-                # Zeros in blocks: a record of the states of a rank may be larger than one wants
-                # in memory.
-                for low in range(0, content, 1 << 20):
-                    record.write(bytes(min(1 << 20, content - low)))
-    # Opened anew: places are known only after the directory has been written.
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        return {
-            _short(info): (_place(file, info), info.file_size)
-            for info in archive.infolist()
-            if not _short(info).startswith("data/")
-        }
+    with path.open("r+b") as file, zipfile.ZipFile(file, "a") as archive:
+        return _append(archive, file, records)
+
+
+def _append(
+    archive: zipfile.ZipFile, file: Any, records: Mapping[str, bytes | int]
+) -> dict[str, tuple[int, int]]:
+    # All records of torch's archive are in one folder; its reader wants that of ours there, too.
+    folder = archive.namelist()[0].partition("/")[0]
+    for name, content in records.items():
+        info = zipfile.ZipInfo(f"{folder}/{_OURS}{name}")
+        # force_zip64: the local header must have room for sizes over 4 GiB before they are known.
+        with archive.open(info, "w", force_zip64=True) as record:
+            if isinstance(content, bytes):
+                record.write(content)
+                continue
+            # Zeros in blocks: a record of the states of a rank may be larger than one wants in
+            # memory.
+            for low in range(0, content, 1 << 20):
+                record.write(bytes(min(1 << 20, content - low)))
+    return {
+        _short(info): (_place(file, info), info.file_size)
+        for info in archive.infolist()
+        if not _short(info).startswith("data/")
+    }
 
 
 def _short(info: zipfile.ZipInfo) -> str:

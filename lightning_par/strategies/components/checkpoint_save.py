@@ -22,6 +22,7 @@ from lightning_par.checkpoint.part import make_part, Part
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
 from lightning_par.checkpoint.storage import NAME_LENGTH
 from lightning_par.checkpoint.writer import SaveMetadata
+from lightning_par.engine.memory.garbage import no_collections
 from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
@@ -188,6 +189,7 @@ class CheckpointSave:
         except CheckpointError as error:  # the other ranks go on to `save`
             return {"error": error.message}
 
+    @no_collections()
     def save(
         self,
         model: ParallelModel,
