@@ -9,6 +9,7 @@ meanwhile, in either form, stays.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -79,6 +80,11 @@ class _Attributes:
         self.target.update({n: value for n, value in content.items() if value is not _ABSENT})
 
 
+def _is_same(target: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    """Whether two dicts have the same keys in one order, and the same objects under them."""
+    return [*target] == [*before] and all(map(is_, target.values(), before.values()))
+
+
 class ModuleForms:
     """Exchanges the whole and the parallel form of a module; see Note [Two forms].
 
@@ -116,7 +122,8 @@ class ModuleForms:
 
     def become_parallel(self) -> None:
         """Note what has changed, and give back the memory of whole parameters out of use."""
-        compared = (_Attributes.compare(*each) for each in self._before)
+        # Most dicts of a module are empty, or as they were.
+        compared = (_Attributes.compare(*each) for each in self._before if not _is_same(*each))
         self._attributes = [each for each in compared if each.whole]
         # It holds the whole parameters, whose memory is given back next.
         self._before.clear()
