@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     fully_shard,
@@ -56,6 +57,7 @@ from lightning_par.upstream.fsdp import (
     unshard_without_streams,
     wait_for_reductions,
 )
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.tensor import own_attributes
 
 __all__ = ["Sharding", "second_names_dropped", "shard_model"]
@@ -332,6 +334,23 @@ class Sharding:
 _ON_DEVICE = OffloadPolicy()
 
 
+@contextmanager
+def _axes_made_once() -> Iterator[None]:
+    """Inside, the mesh of an axis is made once; FSDP2 asks a mesh of two for each parameter."""
+    made: dict[tuple[int, Any], tuple[DeviceMesh, DeviceMesh]] = {}
+    make = DeviceMesh.__getitem__
+
+    def axis(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+        key = id(mesh), names
+        if key not in made:  # with the whole mesh, whose id nothing else may get meanwhile
+            made[key] = mesh, make(mesh, names)
+        return made[key][1]
+
+    with replaced(DeviceMesh, "__getitem__", axis):
+        yield
+
+
+@_axes_made_once()
 def shard_model(
     model: nn.Module,
     resolved: ResolvedPlan,

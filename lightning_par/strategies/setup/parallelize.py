@@ -54,11 +54,11 @@ from lightning_par.strategies.proof.step_proof import StepProof
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.start import RunStart
-from lightning_par.strategies.step.absent_parameter import About
+from lightning_par.strategies.step.absent_parameter import About, describe_tensors
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.manual_step import ManualSteps
-from lightning_par.strategies.step.parameter_reads import describe_tensors, ParameterReads
+from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 

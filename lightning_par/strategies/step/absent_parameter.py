@@ -10,11 +10,16 @@ from typing import Any, Protocol
 
 import lightning
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightning_par.errors import PlanError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import asks_for_changes, make_subclass, plain_functions
+from lightning_par.upstream.tensor import (
+    asks_for_changes,
+    make_subclass,
+    plain_functions,
+    UNSAVED_BUFFERS,
+)
 
 __all__ = [
     "END_OF_HOOK",
@@ -24,6 +29,7 @@ __all__ = [
     "HookView",
     "Refusals",
     "absent_parameter",
+    "describe_tensors",
     "is_of_a_framework",
     "module_refusal",
     "user_line",
@@ -85,6 +91,23 @@ class About:
 
 END_OF_HOOK = "the end of the hook"
 """What a rank whose hook has ended tells the others in place of a next exchange."""
+
+
+def describe_tensors(module: nn.Module) -> dict[str, About]:
+    """Return what a stage that lacks a parameter or buffer has to know of it, by every name.
+
+    Args:
+        module: Whole; parameters may be on meta.
+    """
+    known, firsts = dict[str, About](), dict[int, About]()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        about = About(name, tuple(p.shape), p.dtype, p.requires_grad)
+        known[name] = firsts.setdefault(id(p), about)
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            is_saved = name.rpartition(".")[2] not in vars(part)[UNSAVED_BUFFERS]
+            known[name] = About(name, tuple(buffer.shape), buffer.dtype, False, True, is_saved)
+    return known
 
 
 class HookView(Protocol):

@@ -14,7 +14,7 @@ as hooks between backward and optimizer see them; a parameter read as an attribu
 Length: steps and hooks read the same parameters, and what a step writes is kept.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ from lightning_par.strategies.step.absent_parameter import (
     Refusals,
 )
 from lightning_par.strategies.step.metrics import is_plain_metric
-from lightning_par.upstream.tensor import count_of_changes, UNSAVED_BUFFERS
+from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["ParameterReads", "called_by_steps", "describe_tensors"]
+__all__ = ["ParameterReads", "called_by_steps"]
 
 _COMPARED = 4
 """Times that values with gradients are compared with what was handed out."""
@@ -93,23 +93,6 @@ class _Handed:
         return local_part(self.shard), local_part(shard_of(self.value.detach(), self.shard))
 
 
-def describe_tensors(module: nn.Module) -> dict[str, About]:
-    """Return what a stage that lacks a parameter or buffer has to know of it, by every name.
-
-    Args:
-        module: Whole; parameters may be on meta.
-    """
-    known, firsts = dict[str, About](), dict[int, About]()
-    for name, p in module.named_parameters(remove_duplicate=False):
-        about = About(name, tuple(p.shape), p.dtype, p.requires_grad)
-        known[name] = firsts.setdefault(id(p), about)
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(prefix, recurse=False):
-            is_saved = name.rpartition(".")[2] not in vars(part)[UNSAVED_BUFFERS]
-            known[name] = About(name, tuple(buffer.shape), buffer.dtype, False, True, is_saved)
-    return known
-
-
 class ParameterReads:
     """Answers reads of parameters in a user's step; see Note [Reads in a step].
 
@@ -146,7 +129,7 @@ class ParameterReads:
         is_compiled: bool,
     ) -> None:
         self._module, self._mesh, self._device, self.known = module, mesh, device, known
-        self._blocks = tuple(blocks)
+        self._blocks = frozenset(blocks)
         self._partial = {id(parameter) for parameter in partial}
         self.active, self._depth, self._in_step = False, 0, False
         self._sharding = sharding
@@ -166,11 +149,12 @@ class ParameterReads:
         if mesh.sizes.world_size == 1:
             return
         skipped = tuple(f"{name}." for name in blocks) if is_compiled else ()
-        for fqn, child in module.named_modules():
-            if isinstance(child, StageStub) or not f"{fqn}.".startswith(skipped or "\0"):
-                self._watch(fqn, child)
-        for fqn, stub in _stubs_of_stages(module, stages):
-            self._watch(fqn, stub)
+        watched = [
+            (fqn, child)
+            for fqn, child in module.named_modules()
+            if isinstance(child, StageStub) or not f"{fqn}.".startswith(skipped or "\0")
+        ]
+        self._watch([*watched, *_stubs_of_stages(module, stages)])
         called = [*called_by_steps(module, blocks), *wrapped_parts(module, blocks)]
         for child in {id(part): part for part in called}.values():
             wrap_forward(child, self._outside, "parameter_reads")
@@ -316,8 +300,9 @@ class ParameterReads:
 
     def _in_block(self, fqn: str) -> str:
         """Return the FQN of a module inside a block of a pipeline stage, else nothing."""
-        inside = f"{fqn}.".startswith(tuple(f"{block}." for block in self._blocks))
-        return fqn if inside and self._mesh.sizes.pipeline > 1 else ""
+        if self._mesh.sizes.pipeline == 1 or self._blocks.isdisjoint(_above(f"{fqn}.")):
+            return ""
+        return fqn
 
     def refuse_part(self, fqn: str, name: str) -> None:
         """Refuse a read of one block's parameter, which other stages cannot make alike."""
@@ -386,23 +371,28 @@ class ParameterReads:
             else:
                 mine.data.copy_(new)  # as the user did, without telling autograd
 
-    def _watch(self, fqn: str, module: nn.Module) -> None:
-        prefix = f"{fqn}." if fqn else ""
-        held, is_stub = module.__dict__["_parameters"], isinstance(module, StageStub)
-        below = {n.removeprefix(prefix): a for n, a in self.known.items() if n.startswith(prefix)}
-        absent = {
-            name: about
-            for name, about in below.items()
-            if not about.is_buffer and (is_stub or ("." not in name and name not in held))
-        }
-        if absent or held:
-            kind = _WatchedInPart if absent else _Watched
-            block = "" if is_stub else self._in_block(fqn)
-            watched = module.__dict__["_parameters"] = kind(held, self, absent, block)
-            for name in held:
-                first = below[name].name if name in below else ""
-                if first in self._tied:
-                    self._tied[first] = watched, name
+    def _watch(self, watched: Sequence[tuple[str, nn.Module]]) -> None:
+        stubs = {fqn for fqn, module in watched if isinstance(module, StageStub)}
+        # Of a module its own parameters, of a stub all that the block has.
+        known: dict[tuple[str, bool], dict[str, About]] = defaultdict(dict)
+        for name, about in self.known.items():
+            owner, _, last = name.rpartition(".")
+            if not about.is_buffer:
+                known[owner, False][last] = about
+                for above in stubs.intersection(_above(name)):
+                    known[above, True][name.removeprefix(f"{above}.")] = about
+        for fqn, module in watched:
+            held, is_stub = module.__dict__["_parameters"], isinstance(module, StageStub)
+            own = known[fqn, is_stub]
+            absent = {name: about for name, about in own.items() if is_stub or name not in held}
+            if absent or held:
+                kind = _WatchedInPart if absent else _Watched
+                block = "" if is_stub else self._in_block(fqn)
+                shown = module.__dict__["_parameters"] = kind(held, self, absent, block)
+                for name in held:
+                    first = own[name].name if name in own else ""
+                    if first in self._tied:
+                        self._tied[first] = shown, name
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -493,6 +483,12 @@ def _written(fqn: str) -> str:
     )
 
 
+def _above(name: str) -> list[str]:
+    """Return the FQNs of the modules in which a parameter lies, from the root on."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
 def _stubs_of_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
     """Give the stubs that a stage sees where the model rests with a part of the rank."""
     names = {id(child): name for name, child in module.named_modules()}
@@ -508,8 +504,7 @@ def called_by_steps(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]
     """
     above = {""}
     for block in blocks:
-        parts = block.split(".")[:-1]
-        above |= {".".join(parts[: n + 1]) for n in range(len(parts))}
+        above.update(_above(block))
     found: dict[int, nn.Module] = {}
     for name in above:
         found |= {id(child): child for child in _callable_children(module.get_submodule(name))}
