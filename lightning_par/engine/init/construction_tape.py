@@ -220,13 +220,15 @@ class ConstructionTape(TorchDispatchMode):
         self.labels.setdefault(view.buffer, label)
         if tensor.is_meta:
             return tensor
-        bytes_held = tensor.untyped_storage().nbytes()
-        base = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
+        held = tensor.untyped_storage().nbytes()
+        twin = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
+        base = twin
         # The base has as many bytes as the real storage, so that views keep their geometry.
-        if view.offset or base.untyped_storage().nbytes() != bytes_held:
-            base = torch.empty(bytes_held // tensor.element_size(), dtype=view.dtype, device="meta")
+        if view.offset or twin.untyped_storage().nbytes() != held:
+            base = torch.empty(held // tensor.element_size(), dtype=view.dtype, device="meta")
+            twin = base.as_strided(view.size, view.stride, view.offset)
         self._name(base.untyped_storage(), view.buffer)
-        return base.as_strided(view.size, view.stride, view.offset) if view.offset else base
+        return twin
 
     def _input(self, tensor: Tensor) -> TensorView:
         """Like `view`; the present values of a real tensor that the tape has not met are kept."""

@@ -337,6 +337,27 @@ def test_seed_is_stable_and_has_63_bits() -> None:
     assert len({seed_of(1, "a"), seed_of(1, "b"), seed_of(2, "a"), seed_of("1", "a")}) == 4
 
 
+class FirstRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(7, 3)
+        self.rows = nn.Parameter(table[:2])
+        nn.init.constant_(self.rows, 5.0)
+        self.columns = nn.Parameter(table.t()[:, 1:3])
+
+
+def test_a_parameter_that_is_the_start_of_a_larger_tensor() -> None:
+    model, record = build(FirstRows)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
+        "rows": (2, 3),
+        "columns": (3, 2),
+    }
+    found = values(model, record)
+    ordinary = FirstRows()
+    assert torch.equal(found["rows"], ordinary.rows)
+    assert torch.equal(found["columns"], ordinary.columns)
+
+
 class Counted(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
