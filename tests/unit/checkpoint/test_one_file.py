@@ -5,6 +5,7 @@ import itertools
 import random
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,22 @@ def test_reader_gives_what_a_folder_gives(file: Path) -> None:
     assert torch.equal(reader.weights()["tied"], expected(3)["table"])
     assert reader.files.bytes_read == 7 * 5 * 4
     assert reader.manifest.world_size == 2
+
+
+def test_the_directory_of_the_archive_is_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It names every tensor: each further look at it costs a large model more than its pickle.
+    opened: list[str] = []
+
+    class Counted(zipfile.ZipFile):
+        def __init__(self, file: Any, mode: Any = "r", **options: Any) -> None:
+            opened.append(mode)
+            super().__init__(file, mode, **options)
+
+    monkeypatch.setattr(zipfile, "ZipFile", Counted)
+    write_file(tmp_path / "a.ckpt", 3)
+    assert opened == ["a", "a"]
 
 
 FILES = Path("/proc/self/fd")
