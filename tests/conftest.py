@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Half a million objects of modules stay; else each full collection looks at all of them."""
+    """Half a million objects of modules stay; else each full collection looks at all of them.
+
+    From here on what tests start by themselves begins sooner, see `quick_start`; not the workers
+    and the zygote of the ranks, in whose place every fork would import transformers.
+    """
     gc.collect()
     gc.freeze()
+    path = [os.environ.get("PYTHONPATH"), str(Path(__file__).parent / "support" / "quick_start")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
 
 @pytest.fixture(scope="session", autouse=True)
