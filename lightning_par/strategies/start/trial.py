@@ -19,6 +19,9 @@ from lightning_par.strategies.step.step_traces import LogCall, numbers_of, recor
 
 __all__ = ["try_step"]
 
+_Followed = Callable[[int], AbstractContextManager[Any]]
+"""Called where the step begins: what keeps the state of the module before it is not followed."""
+
 
 def try_step(
     steps: StepRunner,
@@ -49,7 +52,7 @@ def try_step(
     before, ends = buffers_of(module) if learns else {}, list[dict[str, Tensor]]()
     given = [map_tensors(batch, Tensor.clone) for batch in batches] if learns else []
 
-    def run(index: int, followed: AbstractContextManager[Any] | None = None) -> list[LogCall]:
+    def run(index: int, followed: _Followed | None = None) -> list[LogCall]:
         nonlocal leaves
         calls: list[LogCall] = []
         # A batch that was run already may have been written to.
@@ -61,7 +64,7 @@ def try_step(
             with (
                 context(),
                 record_logs(module, calls),
-                followed or nullcontext(),
+                followed(index) if followed else nullcontext(),
                 steps.user_step(("first look",), index),
             ):
                 is_training = name == "training_step"
@@ -75,7 +78,7 @@ def try_step(
         return numbers_of(calls)
 
     for index in range(len(batches)):
-        logs.append(run(index, watch.followed(index)))
+        logs.append(run(index, watch.followed))
     if learns:
         _learn_buffers(steps, before, ends, len(batches) - 1, run)
         # Runs of `again` and `alone` are no parts of the batch.
