@@ -77,10 +77,14 @@ def vocabulary_styles(model: Any) -> dict[str, TensorStyle]:
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:  # models of images and sounds have none
         return found
-    tables = {id(table.weight)} if isinstance(table, nn.Embedding) else set()
+    weight = table.weight if isinstance(table, nn.Embedding) else None
+    # What is inside of a table, such as a norm, would get the tokens of one shard only.
+    is_whole = weight is not None and len([*table.parameters()]) > 1
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
+        if isinstance(module, nn.Embedding) and module.weight is weight and not is_whole:
             found[name] = "vocab_embedding"
         elif module is head and isinstance(head, nn.Linear):
             found[name] = "vocab_head"
+    if is_whole and getattr(head, "weight", None) is weight:
+        return {}  # a head is as its table
     return found

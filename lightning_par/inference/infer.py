@@ -380,6 +380,8 @@ class _Styles:
                 continue
             # Tables with these options change or scale rows by what all ranks look up.
             plain = table.max_norm is None and not table.sparse and not table.scale_grad_by_freq
+            # A norm inside of a table would get the tokens of one shard only.
+            plain = plain and len([*table.parameters()]) == 1
             single = len(self.trace.calls_of(call.fqn)) == 1 and ids.dtype == torch.long
             heads = self._heads(table.num_embeddings)
             tied = self.owners.get(f"{call.fqn}.weight", frozenset())

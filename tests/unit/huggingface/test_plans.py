@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,29 @@ def test_a_pair_of_layers_in_two_parts_of_a_block_is_not_torn() -> None:
     assert styles["bert.encoder.layer.0.intermediate.dense"] == "colwise_gather_output"
     assert styles["bert.encoder.layer.0.output.dense"] == "colwise_gather_output"
     assert styles["bert.encoder.layer.*.attention.self.query"] == "colwise"
+
+
+class NormedTable(nn.Embedding):
+    """A table with a norm inside, whose gradient no rank with a part of the rows has whole."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(ids))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_table_with_parameters_inside_is_whole(ties: bool) -> None:
+    model: Any = FAMILIES["llama"]()
+    table = NormedTable(*model.lm_head.weight.shape)
+    model.set_input_embeddings(table)
+    if ties:
+        model.lm_head.weight = table.weight
+    styles = derive_plan(model).tensor
+    assert styles["model.embed_tokens"] == styles["model.embed_tokens.norm"] == "replicated"
+    assert styles["lm_head"] == ("replicated" if ties else "vocab_head")
 
 
 def divided(model: nn.Module) -> str:

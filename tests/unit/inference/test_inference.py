@@ -45,6 +45,24 @@ def test_separate_heads_are_sharded_with_what_stands_between() -> None:
     assert plan.positions is None  # so that divided sequences are refused
 
 
+class NormedTable(nn.Embedding):
+    """A table whose norm would get the tokens of one shard only."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(super().forward(ids))
+
+
+def test_a_table_with_parameters_inside_is_whole() -> None:
+    module: Any = LanguageModel(structures.grouped_heads)
+    module.tokens = NormedTable(*module.tokens.weight.shape)
+    styles = infer_plan(module).tensor
+    assert styles["tokens"] == styles["tokens.norm"] == "replicated"
+
+
 def test_tables_and_masks_may_be_arguments_of_attention() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
