@@ -8,6 +8,7 @@ axis divides by following the shards from modules that make them to those that t
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -221,6 +222,8 @@ def _shape(
     def part(place: int) -> ModelPart:
         # A block that no operator ran in is empty, and holds weights all the same.
         made = recorder.parts.setdefault(place, RecordedPart()).freeze(samples, *weights.of(place))
+        experts, trained = weights.of(place, experts=True)
+        made = replace(made, experts=experts, trained_experts=trained)
         return known.setdefault(made, made)  # equal blocks are one object
 
     # Without blocks, the whole model is one, which nothing can cut.
@@ -272,6 +275,8 @@ class _Weights:
         places = {"first": BEFORE, "last": AFTER, "every": BEFORE}
         self._units = {fqn: places[place] for fqn, place in resolved.units.items()}
         self._held: dict[int, dict[int, tuple[Tensor, Cut]]] = {}
+        experts = matching_modules(model, resolved.plan.experts).values()
+        self._experts = {id(p) for module in experts for p in module.parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owner, _, own = name.rpartition(".")
             style = resolved.styles.get(owner)
@@ -289,9 +294,10 @@ class _Weights:
                 return place
         return BEFORE if self._blocks else 0
 
-    def of(self, place: int) -> tuple[Amount, Amount]:
-        """Return the parameters of a part, and those of them that are trained."""
-        held = list(self._held.get(place, {}).values())
+    def of(self, place: int, *, experts: bool = False) -> tuple[Amount, Amount]:
+        """Return the parameters of a part, or of its experts, and those that are trained."""
+        inside = self._held.get(place, {}).items()
+        held = [given for key, given in inside if not experts or key in self._experts]
         return _amount(held), _amount([h for h in held if h[0].requires_grad])
 
     def shared(self, *, trained: bool) -> Amount:

@@ -156,6 +156,8 @@ class ModelPart:
         kernels: Number of operations, of a forward and of a backward.
         weights: Parameters.
         trained: Those of them that are trained.
+        experts: Those of the weights that the expert axis divides.
+        trained_experts: Those of them that are trained.
     """
 
     products: tuple[Product, ...] = ()
@@ -178,6 +180,8 @@ class ModelPart:
     kernels: tuple[float, float] = (0.0, 0.0)
     weights: Amount = Amount()
     trained: Amount = Amount()
+    experts: Amount = Amount()
+    trained_experts: Amount = Amount()
 
     @property
     def flops(self) -> float:
@@ -224,26 +228,31 @@ class TracedShape(TransformerShape):
         return tensor in self.tensor_degrees
 
     @cached_property
-    def _sums(self) -> dict[bool, list[Amount]]:
-        """Whether trained -> parameters of the first 0, 1, ... blocks."""
-        found = {}
-        for trained in (False, True):
-            each = [b.trained if trained else b.weights for b in self.blocks]
-            found[trained] = list(accumulate(each, initial=Amount()))
-        return found
+    def _sums(self) -> dict[str, list[Amount]]:
+        """Kind of parameters -> those of the first 0, 1, ... blocks."""
+        kinds = "weights", "trained", "experts", "trained_experts"
+        return {
+            kind: list(accumulate((getattr(b, kind) for b in self.blocks), initial=Amount()))
+            for kind in kinds
+        }
 
     def block_weights(self, tensor: int = 1, expert: int = 1, *, trained: bool = False) -> float:
         """Return the mean over the blocks."""
-        return self.span_weights(0, self.layers, tensor, trained=trained) / self.layers
+        return self.span_weights(0, self.layers, tensor, expert, trained=trained) / self.layers
 
     def span_weights(
         self, start: int, end: int, tensor: int = 1, expert: int = 1, *, trained: bool = False
     ) -> float:
         """Return the parameters of some blocks that one rank holds."""
-        sums = self._sums[trained]
-        # Differences of prefix sums: stages of any length cost the same to ask.
-        divided = sums[end].tensor - sums[start].tensor
-        return divided / tensor + sums[end].whole - sums[start].whole
+
+        def held(kind: str) -> float:
+            sums = self._sums[kind]
+            # Differences of prefix sums: stages of any length cost the same to ask.
+            divided = sums[end].tensor - sums[start].tensor
+            return divided / tensor + sums[end].whole - sums[start].whole
+
+        experts = held("trained_experts" if trained else "experts")
+        return held("trained" if trained else "weights") - experts * (1 - 1 / expert)
 
     def end_weights(self, tensor: int, *, first: bool, last: bool, trained: bool = False) -> float:
         """Return the parameters before and after the blocks that one rank holds."""

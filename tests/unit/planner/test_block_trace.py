@@ -1,5 +1,6 @@
 """What a trace tells of a model without a configuration: as much as the configuration would."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn, Tensor
 
 from lightning_par import ParallelPlan
 from lightning_par.engine.init.deferred_init import record_construction
+from lightning_par.engine.memory.placement import find_placements
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.inference.infer import infer_plan
 from lightning_par.inference.lookup import find_plan
@@ -29,6 +31,8 @@ from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout
 from lightning_par.sizes import ParallelSizes
+from tests.distributed.experts.test_transformers import model as mixture_of
+from tests.distributed.user_code.test_families import Family, tokens
 from tests.support.models.user_encoders import labeled_rows, LoggedEncoder, TorchEncoder
 
 DEVICE = load_profile("h100")
@@ -306,3 +310,17 @@ def test_a_new_tensor_style_is_forecast_by_its_row(monkeypatch: pytest.MonkeyPat
     alone: Any = {n: s for n, s in styles.items() if s != "gather_sequence"}
     with pytest.raises(PlanError, match="is 'mine', but no module that contains it has the style"):
         check_plan(module, replace(plan, tensor=alone), ParallelSizes(tensor=2))
+
+
+def test_experts_of_transformers_are_divided_over_replicas_and_tensor_ranks() -> None:
+    module = Family(mixture_of("qwen3_moe"))
+    plan = find_plan(module)
+    assert plan is not None
+    shape = trace_shape(module, plan, {key: torch.stack([v, v]) for key, v in tokens(1)[0].items()})
+    for degrees in ({"expert": 2}, {"tensor": 2}, {"expert": 2, "tensor": 2}):
+        sizes = ParallelSizes(data_replicate=2, **degrees)
+        resolved = check_plan(module, plan, sizes)
+        placed = find_placements(module, resolved, sizes)
+        shapes = [p.local_shape(0, sizes) or () for p in placed if ".layers." in p.name]
+        held = shape.span_weights(0, shape.layers, sizes.tensor, sizes.expert)
+        assert held == sum(map(math.prod, shapes)), degrees
