@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), 48),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "o_lora_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
@@ -64,25 +66,65 @@ SIZES: dict[str, Any] = {
         0.0,
     ),
     **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "sliding_window"), 16),
+    **dict.fromkeys(("linear_num_heads", "mamba_num_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("mamba_dt_rank", "index_block_size", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("linear_head_dim", "swa_head_dim", "ssm_state_size"), 8),
+    **dict.fromkeys(("o_groups", "index_topk_blocks", "attn_layer_period"), 2),
+    **dict.fromkeys(("attn_layer_offset", "num_dense_layers"), 1),
+    **dict.fromkeys(("unpadded_vocab_size",), VOCABULARY),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "sliding_window"), 16),
     **dict.fromkeys(("num_nextn_predict_layers", "pad_token_id"), 0),
     **dict.fromkeys(("bos_token_id", "is_decoder"), 1),
     **dict.fromkeys(("eos_token_id", "mamba_expand"), 2),
 }
 """Field of a configuration, where it has one that is a number -> its size here."""
 
-FILLED = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
+FILLED = (
+    *("head_dim", "num_experts_per_tok", "num_key_value_heads"),
+    *("n_routed_experts", "n_shared_experts"),
+)
+_TWO = ("linear_attention", "full_attention")
+GIVEN: dict[str, dict[str, Any]] = {
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "swa_q_lora_rank"), 16),
+        **dict.fromkeys(("swa_kv_lora_rank", "head_dim", "swa_head_dim"), 16),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+        **dict.fromkeys(("swa_qk_rope_head_dim", "swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
+        "shared_experts_intermediate_size": 16,
+    },
+    "granitemoehybrid": {"layer_types": list(_TWO)},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"n_groups": 2},
+    "qwen4_exp_text": {
+        **dict.fromkeys(("indexer_kv_heads", "indexer_n_heads"), 1),
+        **dict.fromkeys(("head_dim", "indexer_head_dim", "indexer_budget"), 8),
+        **dict.fromkeys(("indexer_compress_ratio",), 2),
+        **dict.fromkeys(("hc_lowrank", "ple_embed_dim"), 8),
+    },
+}
+"""Family -> what its configuration is made of, where a field cannot be set afterwards."""
 
 
-def small(config: Any) -> Any:
-    """Return a configuration with small sizes, and with one layer of every kind that it has."""
+def small(config: Any, given: Container[str] = ()) -> Any:
+    """Return a configuration with small sizes, and with one layer of every kind that it has.
+
+    Args:
+        config: Changed in place.
+        given: Fields that are small already.
+    """
     for name, size in SIZES.items():
+        if name in given:
+            continue
         with suppress(Exception):  # a field that follows from others, or differs among the layers
             value = getattr(config, name)
             if isinstance(value, int | float) or (value is None and name in FILLED):
                 setattr(config, name, type(value)(size) if value is not None else size)
-    if hasattr(config, "kv_lora_rank"):  # latents, of which every head makes its own keys
-        config.num_key_value_heads = config.num_attention_heads
+    with suppress(Exception):  # latents, of which every head makes its own keys
+        if hasattr(config, "kv_lora_rank"):
+            config.num_key_value_heads = config.num_attention_heads
     if getattr(config, "mlp_only_layers", None):  # of two layers, one has experts
         config.mlp_only_layers = [0]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
@@ -113,7 +155,10 @@ def case_of(family: str) -> Case:
 
     def make() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        config = small(CONFIG_MAPPING[family]())
+        given = GIVEN.get(family, {})
+        if "layer_types" in given:
+            given = {**given, "num_hidden_layers": len(given["layer_types"])}
+        config = small(CONFIG_MAPPING[family](**given), given)
         with torch.device("meta"):
             entries = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         if entries > MOST:

@@ -69,6 +69,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "zero3ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 3},
     "cp2": {**_ONES, "context_parallel_size": 2},
+    "cp2ep2": {**_ONES, "context_parallel_size": 2, "expert_parallel_size": 2},
 }
 """Name of a layout -> options of the strategy. The zero layouts have two replicas, but zero3ep2 has
 four: two hold the same experts.
