@@ -96,6 +96,8 @@ class WeightlessTensors(LiveBytes):
         _gather_tensors(args, tensors)
         if kwargs:
             _gather_tensors(tuple(kwargs.values()), tensors)
+        if func is item_operator and not tensors:
+            return args[0]  # torch gives the tensor of a Python number as the number
         fakes: list[Any] = [t for t in tensors if isinstance(t, self._fake)]
         # DTensor's sharding propagation runs operations in a fake mode of its own.
         foreign = [t for t in fakes if t.fake_mode is not self._fakes]

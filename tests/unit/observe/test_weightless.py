@@ -110,3 +110,11 @@ def test_marks_count_for_the_peak_if_a_tensor_was_alive_then(size):
         live.mark([kept, more], PARAMETERS)
     assert live.peak == 12_000_000
     assert live.kinds == {PARAMETERS: 4_000_000, ACTIVATIONS: 8_000_000}
+
+
+def test_a_number_that_autograd_kept_has_its_value():
+    with WeightlessTensors():
+        loss = torch.empty(100, 90, requires_grad=True).sum() * 0.5
+        kept = loss.grad_fn._saved_other
+        assert bool(kept)
+        assert float(kept) == 0.5
