@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_par
 from lightning_par.callbacks import CommunicationProfiler
 from lightning_par.dtensor import local_part
+from lightning_par.verification.rehearse import rehearse_apart
 from tests.distributed.user_code.test_families import Family, tokens
 from tests.support.models.mixture import layout
 from tests.support.parity import own_parameters, quiet_trainer
@@ -49,12 +50,19 @@ def model(family: str, **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
 
 
-def case(name: str, family: str, *, sizes: dict[str, Any] | None = None, **cells: Any) -> None:
+def case(
+    name: str,
+    family: str,
+    *,
+    sizes: dict[str, Any] | None = None,
+    tolerance: float = 1e-6,
+    **cells: Any,
+) -> None:
     def make() -> Any:
         return Family(model(family, **(sizes or {}))), tokens()
 
     make.__name__ = name
-    CASES.add(tolerance=1e-6, **cells)(make)
+    CASES.add(tolerance=tolerance, **cells)(make)
 
 
 case(
@@ -71,6 +79,14 @@ case(
     sizes=_LATENTS,
     equal="zero1ep2tp2",
     large="zero1ep2 zero1ep2pp2",
+)
+case(
+    "bfloat16",
+    "qwen3_moe",
+    equal="zero1ep2",
+    large="zero1ep2tp2 zero3ep2",
+    trainer={"precision": "bf16-mixed"},
+    tolerance=1e-3,
 )
 case(
     "parts_of_one_size",
@@ -183,6 +199,22 @@ def test_a_rank_holds_its_experts_and_tokens_travel(tmp_path: Path) -> None:
         calls, left = sent["all_to_all"]
         assert calls == 5 * LAYERS  # how many rows; rows and answers, and their gradients
         assert left > LAYERS * DIM * 8
+
+
+def rehearsed(observer: Any, environment: Any) -> Any:
+    """A mixture that is too large to have memory, whose loss balances its experts."""
+    wide = {"hidden_size": 2048, "moe_intermediate_size": 1024, "vocab_size": 5000}
+    given = {"plugins": [environment], "callbacks": [observer]}
+    strategy = lightning_par.Hybrid3DStrategy(**layout(dp=2, ep=2, zero=1))
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1, max_epochs=1, **given)
+    return trainer, Family(model("qwen3_moe", **wide, **_BALANCED)), DataLoader(tokens(16), 4)
+
+
+def test_a_rehearsed_rank_sends_tokens() -> None:
+    found = rehearse_apart(rehearsed, num_nodes=1, devices=2, rank=1)
+    calls = {e.operation: e.calls for e in found.volume if e.axis == "dp_shard"}
+    assert calls["all_to_all"] == 5 * LAYERS
+    assert found.memory["activations"] > 0
 
 
 @pytest.mark.parametrize("form", ["folder", pytest.param("file", marks=pytest.mark.exhaustive)])
