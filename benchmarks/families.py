@@ -95,6 +95,12 @@ GIVEN: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("swa_qk_rope_head_dim", "swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
         "shared_experts_intermediate_size": 16,
     },
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "granitemoehybrid": {"layer_types": list(_TWO)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {"n_groups": 2},
