@@ -6,6 +6,7 @@ axis divides by following the shards from modules that make them to those that t
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ from lightning_par.planner.model_parts import (
     ModelPart,
     TracedShape,
 )
-from lightning_par.planner.model_shape import find_shape
+from lightning_par.planner.model_shape import experts_of_token, find_shape
 from lightning_par.planner.shapes import TransformerShape
 from lightning_par.planner.step_recorder import AFTER, BEFORE, RecordedPart, StepRecorder
 from lightning_par.sizes import ParallelSizes
@@ -250,7 +251,16 @@ def _shape(
         shared=weights.shared(trained=False),
         shared_trained=weights.shared(trained=True),
         tensor_degrees=_degrees(model, resolved.plan),
+        experts=_experts(model, resolved.plan),
+        experts_per_token=experts_of_token(model),
     )
+
+
+def _experts(model: nn.Module, plan: ParallelPlan) -> int:
+    """Return the largest number by which replicas can divide the experts of every layer."""
+    modules = matching_modules(model, plan.experts).values()
+    sizes = (p.shape[0] for module in modules for p in module.parameters() if p.ndim)
+    return math.gcd(*sizes) or 1
 
 
 def _degrees(model: nn.Module, plan: ParallelPlan) -> tuple[int, ...]:

@@ -90,7 +90,9 @@ class LayoutSpace:
                 continue
             for zero, copies in self._replicas(data, tensor * context):
                 shard = data // copies
-                for expert in self._experts(shape, shard * context):
+                for expert in divisors(shard * context):
+                    if not shape.divides_experts(expert, tensor):
+                        continue
                     found = ParallelSizes(
                         pipeline=pipeline,
                         data_replicate=copies,
@@ -139,11 +141,6 @@ class LayoutSpace:
             shard = self.node // inner if self.node % inner == 0 else 1
             if zero >= 2 and 1 < shard < data and data % shard == 0:
                 yield zero, data // shard
-
-    def _experts(self, shape: TransformerShape, ranks: int) -> list[int]:
-        if shape.experts == 1:
-            return [1]
-        return [e for e in divisors(ranks) if shape.experts % e == 0]
 
     def layouts(self, shape: TransformerShape) -> Iterator[Layout]:
         """Yield every layout, those that recompute less first.

@@ -227,6 +227,12 @@ class TracedShape(TransformerShape):
         """Tell whether a tensor-parallel degree is possible."""
         return tensor in self.tensor_degrees
 
+    def divides_experts(self, expert: int, tensor: int) -> bool:
+        """Tell whether a degree of the expert axis is possible, beside a tensor-parallel degree
+        that divides the experts, too.
+        """
+        return expert == 1 or self.experts % (expert * tensor) == 0
+
     @cached_property
     def _sums(self) -> dict[str, list[Amount]]:
         """Kind of parameters -> those of the first 0, 1, ... blocks."""

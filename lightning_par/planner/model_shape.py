@@ -5,7 +5,7 @@ from typing import Any
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.shapes import TransformerShape
 
-__all__ = ["find_shape", "read_shape"]
+__all__ = ["experts_of_token", "find_shape", "read_shape"]
 
 _NAMES = {
     "layers": ("num_layers", "num_hidden_layers", "n_layer"),
@@ -15,7 +15,7 @@ _NAMES = {
     "kv_heads": ("num_kv_heads", "num_key_value_heads"),
     "head_dim": ("head_dim",),
     "ff_dim": ("ff_dim", "moe_intermediate_size", "intermediate_size", "n_inner"),
-    "experts": ("num_experts", "num_local_experts"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "experts_per_token": ("experts_per_token", "num_experts_per_tok"),
     "shared_experts": ("num_shared_experts", "n_shared_experts"),
 }
@@ -104,6 +104,17 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
             "this configuration. Correct its sizes if they are wrong",
         )
     return shape
+
+
+def experts_of_token(model: Any) -> int:
+    """Return how many experts a token passes in a layer, by the first configuration that says so.
+
+    Args:
+        model: Module of torch.
+    """
+    configs = (getattr(child, "config", None) for child in model.modules())
+    counts = (_first(config, _NAMES["experts_per_token"]) for config in configs)
+    return next(filter(None, counts), 1)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:

@@ -92,6 +92,10 @@ class TransformerShape:
         """Weights of the embedding, V D; the head has as many."""
         return self.vocab * self.model_dim
 
+    def divides_experts(self, expert: int, tensor: int) -> bool:
+        """Tell whether a degree of the expert axis is possible beside a tensor-parallel degree."""
+        return self.experts % expert == 0
+
     def divides(self, tensor: int) -> bool:
         """Tell whether a tensor-parallel degree is possible."""
         return self.heads % tensor == 0 and self.kv_heads % tensor == 0

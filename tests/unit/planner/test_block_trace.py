@@ -23,6 +23,7 @@ from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.planner.block_trace import shape_of, trace_shape
 from lightning_par.planner.constants import Calibration, Constants
+from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import predict_memory
 from lightning_par.planner.model_parts import TracedShape
 from lightning_par.planner.operations import Clock
@@ -324,3 +325,7 @@ def test_experts_of_transformers_are_divided_over_replicas_and_tensor_ranks() ->
         shapes = [p.local_shape(0, sizes) or () for p in placed if ".layers." in p.name]
         held = shape.span_weights(0, shape.layers, sizes.tensor, sizes.expert)
         assert held == sum(map(math.prod, shapes)), degrees
+    assert (shape.experts, shape.experts_per_token) == (4, 2)
+    found = {(s.tensor, s.expert) for s, _ in LayoutSpace(devices=8, samples=8).sizes(shape)}
+    assert {(1, 1), (1, 2), (1, 4), (2, 2)} <= found
+    assert not {(1, 8), (2, 4)} & found
