@@ -208,7 +208,7 @@ DURING = {
 SAYS = {
     "whole": "always whole",
     "step": "whole during a step",
-    "block": "whole block by block",
+    "block": "one block at a time is whole",
     "share": "never whole",
 }
 
@@ -266,9 +266,9 @@ def data_parallel() -> Figure:
         write(axes, x + 0.19, 3.67, text, size=7.5)
         x += wide
     notes = (
-        "Each pair of bars: rank 0 and rank 1. Filled: what a rank keeps. Pale color: there "
-        "until the\nlast backward. P: the bytes of all parameters, counted on the smallest "
-        "reference model."
+        "Each pair of bars: rank 0 and rank 1. Filled: what a rank keeps. Pale color: kept only "
+        "until\nthe last backward. P: the bytes of all parameters. The bytes sent were counted on "
+        "the\nsmallest reference model."
     )
     write(axes, 0.2, 3.72, notes, size=7.8, color=SOFT, linespacing=1.4)
     return figure
@@ -279,13 +279,13 @@ def initialization() -> Figure:
     values = facts.initial_values(name, 1, model_dim=12, num_heads=2, num_kv_heads=2)
     figure, axes = canvas(10, 3.95, title="Initialization: one seed, the same weights on any mesh")
     steps = (
-        ("1  build", "The constructor runs with\nparameters on meta: no\nmemory, but what it does\n"
-         "to each goes on a tape."),
-        ("2  seed", f"A rank takes up one\nparameter that it holds:\n{name}\n"
+        ("1  build", "The constructor runs with\nparameters on meta, without\nmemory. A tape "
+         "records what it\ndoes to each parameter."),
+        ("2  seed", f"A rank takes one of the\nparameters that it holds:\n{name}\n"
          "seed = hash(run seed, name)"),
-        ("3  replay", "The tape is replayed under\nthis seed, on the device:\nthe whole value, for "
-         "one\nparameter at a time."),
-        ("4  cut", "The rank keeps its tp shard;\na complete block is then\ncut over dp_shard."),
+        ("3  replay", "The rank replays the tape\nwith this seed on its device;\nthis gives the "
+         "whole value of\nthis one parameter."),
+        ("4  cut", "The rank keeps its tp shard.\nA complete block is then\ncut over dp_shard."),
     )  # fmt: skip
     for number, (head, text) in enumerate(steps):
         y = 0.82 + 0.72 * number

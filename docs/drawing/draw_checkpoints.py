@@ -64,7 +64,7 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
         axes,
         0.2,
         1.0,
-        "rows are cut over tp, then over the replicas; of equal parts, one is written",
+        "rows are cut over tp, then over the replicas; each part is written once",
         size=8,
         color=SOFT,
     )
@@ -109,7 +109,8 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
         middle = wanted.offset[0] + wanted.shape[0] / 2
         write(axes, 7.4, TOP + middle * UNIT + 0.12 * reader, f"rank {reader}", size=8.5)
     note = (
-        "Names and shapes are those of one process, so that the readers need not know who wrote. "
+        "Names and shapes are as in a run on one process: a reader need not know the layout of "
+        "the writers. "
         "Optimizer states are stored in the same way."
     )
     write(axes, 0.2, 4.7, note, size=7.5, color=SOFT)

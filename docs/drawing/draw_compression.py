@@ -54,7 +54,7 @@ def compression() -> Figure:
     write(axes, 1.35, 0.75, "computed", size=8)
     heat(axes, shown(gradient()), 1.35, tops[1], CELL)
     for steps, top in tops.items():
-        said = "in one step" if steps == 1 else f"in {steps} steps,\nper step"
+        said = "in one step" if steps == 1 else f"mean of\n{steps} steps"
         write(axes, 0.2, top + side / 2, said, size=8, color=SOFT)
     for number, (name, options) in enumerate(METHODS.items(), 1):
         left = 1.35 + number * (side + 0.35)

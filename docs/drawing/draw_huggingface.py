@@ -68,9 +68,10 @@ def huggingface() -> Figure:
         x = left + 8 * cell + 0.1
         write(axes, x, y + height / 2, reason, size=7.5, color=GREEN if cut else SOFT)
     notes = (
-        "What `lightning-par plan` says of every parameter, as a share of the whole. Blue: divided "
-        "by tensor parallelism, and by ZeRO over the replicas;\norange: by ZeRO only, and whole "
-        "within a replica for the reason given. A stage holds its own blocks only."
+        "The share of each parameter that a rank holds, as `lightning-par plan` prints it. Blue: "
+        "divided by tensor parallelism, and by ZeRO over the\nreplicas. Orange: divided by ZeRO "
+        "only; the right column says why it is whole within a replica. A stage holds only its own "
+        "blocks."
     )
     write(axes, 0.2, top + len(rows) * 0.285 + 0.35, notes, size=8, color=SOFT, linespacing=1.4)
     return figure

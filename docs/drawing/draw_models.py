@@ -66,9 +66,10 @@ def experts() -> Figure:
             arrow(axes, start, (middle - 0.05, places[expert]), color)
     total = RANKS * TOKENS * 2
     notes = (
-        f"What a new router (top-2 of {EXPERTS}) chose for {TOKENS} random tokens of each rank. "
-        f"Green: {leaving} of {total} rows leave their rank,\nand come back as answers; the "
-        "gradients of both go the same ways. A rank computes its experts for the rows of all ranks."
+        f"A router with random weights chose 2 of {EXPERTS} experts for each of {TOKENS} random "
+        f"tokens of each rank. Green: {leaving} of {total} rows are sent to\nthe other rank, and "
+        "their results are sent back; gradients take the same ways. A rank computes its experts "
+        "for the rows of all ranks."
     )
     write(axes, 0.2, 4.65, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
