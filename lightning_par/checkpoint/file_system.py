@@ -189,7 +189,12 @@ def place_of(path: Any, options: Mapping[str, Any] | None = None) -> Place:
     try:
         files, key = url_to_fs(url, **(options or {}))
     except (ImportError, ValueError) as error:
-        raise CheckpointError("LP501", f"{url} cannot be reached: {error}.") from error
+        raise CheckpointError(
+            "LP501",
+            f"{url} cannot be reached: {error}. Correct the protocol "
+            "of the URL, or install the package that fsspec needs for "
+            "it.",
+        ) from error
     return UrlPath(url, files, key)
 
 

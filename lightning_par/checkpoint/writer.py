@@ -218,7 +218,9 @@ class Save(ABC):
             else ("The incomplete files were removed")
         )
         return CheckpointError(
-            "LP508", f"{self.path} was not saved. {before}. The cause is: {cause}"
+            "LP508",
+            f"{self.path} was not saved. {before}. Remove the cause, and save again. The cause "
+            f"is: {cause}",
         )
 
     def _check_reports(self, reports: Sequence[Report]) -> None:

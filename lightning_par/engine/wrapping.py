@@ -23,12 +23,13 @@ def copy_refused() -> ConfigurationError:
     """Return the error of code that copies or pickles a module on a mesh."""
     return ConfigurationError(
         "LP328",
-        "copy.deepcopy or a pickle of a module on a mesh is not possible: the forward of the copy "
-        "would compute with the weights of the original. Copy the module before it is sharded, as "
-        "in __init__ or setup (self.teacher = copy.deepcopy(self.net)), and keep the copy in an "
-        "attribute of the LightningModule; or copy only its weights: {name: w.detach().clone() "
-        "for name, w in self.net.named_parameters()}. Instead of torch.save(self.net, path) call "
-        "torch.save(self.net.state_dict(), path) on all ranks, or save the module in on_fit_end.",
+        "a module on a mesh cannot be copied by copy.deepcopy, or pickled: the forward of the "
+        "copy would compute with the weights of the original. To copy the module, call "
+        "self.teacher = copy.deepcopy(self.net) in __init__ or setup, before it is sharded. To "
+        "copy only its weights, use "
+        "{name: w.detach().clone() for name, w in self.net.named_parameters()}. To save it, call "
+        "torch.save(self.net.state_dict(), path) on all ranks instead of torch.save(self.net, "
+        "path), or save the module in on_fit_end.",
     )
 
 

@@ -180,9 +180,11 @@ def _describe_frozen(plan: ParallelPlan, model: nn.Module) -> str:
         return ""
     size = sum(p.nbytes for each in frozen.values() for p in each) / 2**20
     return (
-        f"\nEvery stage of a pipeline holds {', '.join(frozen)}, frozen ({size:.1f} MiB), "
-        "since a step or an evaluation may call it on any of them. What none calls, or only after "
-        f"the blocks, the last stage can hold alone: declare ParallelPlan(last={tuple(frozen)!r})."
+        "\n"
+        f"Every stage of a pipeline holds the frozen {', '.join(frozen)} ({size:.1f} MiB), since "
+        "a step or an evaluation may call it on any stage. If it is called only after the "
+        "blocks, or never, let the last stage alone hold it: declare "
+        f"ParallelPlan(last={tuple(frozen)!r})."
     )
 
 

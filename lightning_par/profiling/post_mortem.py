@@ -134,9 +134,9 @@ def read_post_mortems(folder: Path, refuse: Callable[[str], object] = bool) -> l
         raise ConfigurationError(
             "LP809",
             f"no rank has left a post_mortem.rank*.json in {folder}. A rank writes this file when "
-            "it runs out of memory or misses another one, into trainer.log_dir or, without a "
-            "logger, next to its checkpoints. Pass that folder; a run without "
-            "both, or with URLs there, writes no file.",
+            "it runs out of memory, or when another rank does not answer. The file is in "
+            "trainer.log_dir or, without a logger, next to the checkpoints. Pass that folder. A "
+            "run with neither of the two, or with a URL, writes no file.",
         )
     found, problems = list[PostMortem](), list[ConfigurationError]()
     for path in paths:
@@ -165,7 +165,7 @@ def _read(path: Path) -> PostMortem:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             "LP809",
-            f"{path} cannot be read as what a rank has left: {type(error).__name__}: {error}. "
-            "Pass the folder of a run of this version.",
+            f"{path} cannot be read as the post-mortem of a rank: {type(error).__name__}: "
+            f"{error}. Pass the folder of a run of this version of lightning_par.",
         ) from error
     return made

@@ -331,7 +331,7 @@ def test_forecast_names_what_no_one_says_of_data_that_are_not_here(
     status, _, said = command(monkeypatch, capsys, "forecast", "--config", config, *asked)
     assert status == 1
     assert (
-        "--samples 47 cannot be divided equally: with 4 replicas and 2 accumulated batches" in said
+        "--samples 47 cannot be divided equally over 4 replicas and 2 accumulated batches" in said
     )
 
 

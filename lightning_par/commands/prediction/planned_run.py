@@ -126,9 +126,8 @@ class PlannedRun:
         if samples % (batches := sizes.data * accumulated):
             raise ConfigurationError(
                 "LP905",
-                f"--samples {samples} cannot be divided equally: with {sizes.data} replicas and "
-                f"{accumulated} accumulated batches, the samples of a step have to be a multiple "
-                f"of {batches}.",
+                f"--samples {samples} cannot be divided equally over {sizes.data} replicas and "
+                f"{accumulated} accumulated batches. Pass a multiple of {batches}.",
             )
         return samples // batches
 

@@ -111,8 +111,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             "LP604",
             f"{kind.__name__} trains complex parameters, which the offloaded Adam step does not "
-            "support. Train a real parameter for the real and one for the imaginary part, or use "
-            "a strategy without offloading, such as Hybrid3DStrategy(zero_stage=2).",
+            "support. Train two real parameters, one for the real and one for the imaginary "
+            "part, or use a strategy without offloading, such as Hybrid3DStrategy(zero_stage=2).",
         )
     if any(group["amsgrad"] for group in optimizer.param_groups):
         raise ConfigurationError(

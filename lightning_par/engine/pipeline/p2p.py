@@ -321,6 +321,6 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
     raise PipelineError(
         "LP405",
-        "a value in the output of a pipeline stage that is not a tensor has changed, although the "
-        f"batch has the same shape: it was {before!r}, and is now {now!r}. {advice}",
+        "a non-tensor value in the output of a pipeline stage has changed, although the batch "
+        f"has the same shape: it was {before!r}, and is now {now!r}. {advice}",
     )

@@ -103,10 +103,10 @@ def _is_wanted(model: ParallelModel, options: MeshOptions, processes: MeshProces
     fits = processes.decide(free is None or needed * _SHARE <= free, unanimous=True)
     if not fits:
         _log.info(
-            "after the run every rank keeps only its part of the module: whole modules for the %d "
-            "ranks of a host would take %.1f GiB, more than a quarter of its free memory. "
-            "gather_after_run=True gathers them all the same. A checkpoint always holds the whole "
-            "module.",
+            "after the run every rank keeps only its part of the module: whole modules for the "
+            "%d ranks of a host would take %.1f GiB, more than a quarter of its free memory. "
+            "gather_after_run=True gathers them in spite of this. A checkpoint always holds the "
+            "whole module.",
             processes.num_local,
             needed / 2**30,
         )

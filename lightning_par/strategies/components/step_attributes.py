@@ -220,10 +220,10 @@ class StepAttributes:
         if read:
             attributes = ", ".join(read)
             rank_zero_warn(
-                f"a step leaves in {attributes} what cannot be sent from the last pipeline stage "
-                "to the other stages, where a hook that reads it finds what was there before the "
-                "step. Keep numbers, text and tensors, and lists, dicts and objects of classes "
-                "that a module of Python defines."
+                f"a step stores values in {attributes} that cannot be sent from the last pipeline "
+                "stage to the other stages. A hook on another stage finds the values from before "
+                "the step. Store only numbers, text and tensors, and lists, dicts and objects of "
+                "classes that are defined in a Python module."
             )
 
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -146,7 +146,7 @@ class Forecast:
             yield "batch", words, planner, cut
             pieces *= 2
         if planner.device.accelerator != "cpu" and not layout.offload:
-            words = "offload_options={} (the optimizer on the host)"
+            words = "offload_options={} (the optimizer in CPU memory)"
             yield "offload", words, planner, replace(layout, offload=True)
 
 
@@ -218,8 +218,8 @@ def _shape(
         raise ConfigurationError(
             "LP907",
             f"the step of {type(module).__name__} would have to be traced, which one of several "
-            "ranks cannot do alone. Without a trace only a model of tokens is forecast that has a "
-            "`config`, trains all its weights and is not divided by a pipeline. `lightning-par "
-            "rehearse --config FILE` predicts the memory of the others before the run",
+            "ranks cannot do alone. A forecast without a trace needs a language model with a "
+            "`config` that trains all its weights, without a pipeline. For other models, "
+            "`lightning-par rehearse --config FILE` predicts the memory before the run",
         )
     return find_shape(module, length)

@@ -233,7 +233,7 @@ class _Death:
                 "are in use"
             )
         free_here = available_memory()
-        return "" if free_here is None else f"; {in_words(free_here)} of the host are free"
+        return "" if free_here is None else f"; {in_words(free_here)} of CPU memory are free"
 
     def _room(self, counted: Mapping[str, float]) -> float | None:
         """Return the bytes that the model and its step may take."""
@@ -329,8 +329,8 @@ class _Death:
         if growth <= 0 or kept < counted.get("activations and other", 0) / 3:
             return None
         cause = (
-            f"memory that is kept from step to step: after each of the last {steps} steps "
-            f"{in_words(growth)} more (median) were held"
+            f"memory that is kept from step to step: each of the last {steps} steps kept "
+            f"{in_words(growth)} more (median)"
         )
         name, tensors = max(self._keepers(), key=lambda pair: len(pair[1]), default=("", []))
         if not name:
@@ -338,8 +338,8 @@ class _Death:
         graphs = sum(tensor.grad_fn is not None for tensor in tensors)
         own = bytes_held(tensors)
         cause += (
-            f"; {name} holds {len(tensors)} tensors of {in_words(own)}, {graphs} of them with "
-            "their graphs"
+            f"; {name} holds {len(tensors)} tensors of {in_words(own)}, {graphs} of them with an "
+            "autograd graph"
         )
         # What is small itself holds the rest by the activations that its graph has saved.
         if graphs and own < kept / 2:

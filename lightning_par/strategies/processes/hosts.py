@@ -260,8 +260,8 @@ def check_placement(sizes: ParallelSizes, hosts: Sequence[HostOf]) -> None:
             f"tensor_parallel_size={sizes.tensor} puts tensor-parallel groups across hosts: "
             f"{'; '.join(problems)}. The all-reduces of every layer would then go over the "
             "network between hosts. Number the ranks host by host, or use a tensor_parallel_size "
-            "that divides the number of ranks of a host. To train with these groups all the "
-            "same, pass tensor_parallel_across_hosts=True.",
+            "that divides the number of ranks of a host. To allow such groups, pass "
+            "tensor_parallel_across_hosts=True.",
         )
 
 

@@ -158,9 +158,10 @@ class PreflightLauncher(SubprocessScriptLauncher):
                 "LP712",
                 f"{count} processes were started, but the Trainer expects "
                 f"num_nodes={self.num_nodes} times devices={self.num_processes}, which is "
-                f"{wanted}. Start one process for each device, on every host the same number, and "
-                "pass these numbers to the Trainer as devices= and num_nodes=. With SLURM use the "
-                "same --ntasks-per-node in every part of a heterogeneous job.",
+                f"{wanted}. Start one process for each device, with the same number of devices on "
+                "every host. Pass this number to the Trainer as devices=, and the number of "
+                "hosts as num_nodes=. With SLURM use the same --ntasks-per-node in every part of "
+                "a heterogeneous job.",
             )
 
     @contextmanager

@@ -163,7 +163,7 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
         "or self.trainer.strategy.reduce(tensor, reduce_op='sum'), or pass "
         "group=self.trainer.strategy.mesh.data_group: these run over the replicas only. For a "
         f"mean divide by self.trainer.strategy.mesh.sizes.data ({sizes.data}), the number of "
-        "replicas. To run over all ranks all the same, pass your own group: "
+        "replicas. If the call shall run over all ranks, pass your own group: "
         "torch.distributed.new_group().",
     )
 

@@ -132,7 +132,7 @@ class MemoryCheck:
                 yield words[0], {"zero_stage": stage}
             kinds: list[tuple[str, OffloadOptions]] = []
             if offload is None:
-                kinds.append(("offload_options={} (the optimizer on the host)", OffloadOptions()))
+                kinds.append(("offload_options={} (the optimizer in CPU memory)", OffloadOptions()))
             elif offload.delayed_update is not False:
                 kinds.append(("delayed_update=False", replace(offload, delayed_update=False)))
             if offload is not None and offload.state_dtype == "float32":

@@ -138,11 +138,12 @@ def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) 
         raise ConfigurationError(
             "LP325",
             "the loss of training_step depends on what an earlier training_step has left in "
-            f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
-            "leaves there what it computes from its own samples, so the next loss would differ "
-            "from that of a run on one process.\nWhat to write: log the number, self.log('x', x, "
-            "sync_dist=True), and keep trainer.callback_metrics['x'] in on_train_batch_end, where "
-            "it is that of the whole batch; or use num_microbatches=1 and data_parallel_size=1.\n"
+            f"attributes of the module ({named}).\n"
+            f"Why: on {sizes} each micro-batch and replica leaves there what it computes from its "
+            "own samples, so the next loss would differ from that of a run on one process.\n"
+            "What to write: log the number, self.log('x', x, sync_dist=True), and keep "
+            "trainer.callback_metrics['x'] in on_train_batch_end, where it is the value of the "
+            "whole batch; or use num_microbatches=1 and data_parallel_size=1.\n"
             "No weight was changed.",
         )
 
@@ -164,8 +165,9 @@ def check_hyperparameters(seen: StepReport, sizes: ParallelSizes, *, any_sets: b
             "LP325",
             f"training_step sets {name} to a different value for each part of a batch.\n"
             f"Why: on {sizes} training_step runs for each micro-batch and replica, and the value "
-            "depends on the samples, or on how often training_step has run.\nWhat to write: set "
-            "the value in on_train_batch_end, from outputs['loss'] or trainer.callback_metrics, "
-            "which are those of the whole batch; or use num_microbatches=1 if the value depends on "
-            "the number of steps.\nNo weight was changed.",
+            "depends on the samples, or on how often training_step has run.\n"
+            "What to write: set the value in on_train_batch_end, from outputs['loss'] or "
+            "trainer.callback_metrics, which have the values of the whole batch; or use "
+            "num_microbatches=1 if the value depends on the number of steps.\n"
+            "No weight was changed.",
         )

@@ -426,9 +426,9 @@ class GradientPath:
                 self.before_refusal()
             raise NonFiniteError(
                 "LP313",
-                f"{text} No weight was changed. Trainer(detect_anomaly=True) finds the operation "
-                "that computed it. With on_nonfinite='skip' the strategy skips such steps; with "
-                "on_nonfinite='ignore' it updates the weights all the same.",
+                f"{text} No weight was changed. To find the operation that computed it, use "
+                "Trainer(detect_anomaly=True). To skip such steps, use on_nonfinite='skip'. To "
+                "update the weights in such steps, too, use on_nonfinite='ignore'.",
             )
         # torch's optimizers pass over parameters without a gradient: weights and states stay.
         for parameter in passage.parameters:

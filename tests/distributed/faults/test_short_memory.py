@@ -127,7 +127,7 @@ def died(folder: Path, death: str, world: int = 1) -> tuple[str, PostMortem]:
     [
         ("long", "activations of 8 samples of 512 tokens"),
         ("logits", "logits over a vocabulary of 32,768 of 8 samples of 512 tokens"),
-        ("leak", "memory that is kept from step to step: after each of the last"),
+        ("leak", "memory that is kept from step to step: each of the last"),
         ("save", "a checkpoint that is being saved"),
     ],
 )

@@ -282,7 +282,7 @@ class Scaled(nn.Module):
         return h + scale * torch.tanh(self.inner(h)), scale
 
 
-@CURES.add("LP405", r"that is not a tensor has changed.*Return the value that changes as a")
+@CURES.add("LP405", r"a non-tensor value .* has changed.*Return the value that changes as a")
 def a_number_that_changes_handed_on_as_a_tensor(cured: bool) -> Any:
     class Net(PlainNet):
         def __init__(self) -> None:

@@ -61,17 +61,17 @@ class Distills(PlainModule):
         return super().loss(batch) + (logits - wanted).square().mean()
 
 
-@CURES.add("LP328", r"Copy the module before it is sharded, as in __init__ or setup", "zero3")
+@CURES.add("LP328", r"copy\.deepcopy\(self\.net\) in __init__ or setup, before", "zero3")
 def a_teacher_that_is_copied_on_the_mesh(cured: bool) -> nn.Module:
     return Distills("init" if cured else "fit")
 
 
-@CURES.add("LP328", r"Copy the module before it is sharded, as in __init__ or setup", "zero1")
+@CURES.add("LP328", r"copy\.deepcopy\(self\.net\) in __init__ or setup, before", "zero1")
 def a_teacher_that_is_copied_in_setup(cured: bool) -> nn.Module:
     return Distills("setup" if cured else "fit")
 
 
-@CURES.add("LP328", r"Copy the module before it is sharded, as in __init__ or setup", "pp2")
+@CURES.add("LP328", r"copy\.deepcopy\(self\.net\) in __init__ or setup, before", "pp2")
 def a_teacher_that_is_copied_under_a_pipeline(cured: bool) -> nn.Module:
     class Module(Distills):
         """Its teacher averages the weights, and nothing is computed with it."""
@@ -183,7 +183,7 @@ def values_of_another_parameter(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP328", r"or copy only its weights: .name: w\.detach\(\)\.clone", "zero1")
+@CURES.add("LP328", r"To copy only its weights, use .name: w\.detach\(\)\.clone", "zero1")
 def weights_that_are_copied_on_the_mesh(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_fit_start(self) -> None:

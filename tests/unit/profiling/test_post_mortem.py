@@ -53,7 +53,7 @@ def test_a_bad_file_hides_no_other(
 ) -> None:
     bad = tmp_path / "post_mortem.rank0.json"
     bad.write_text(text)
-    with pytest.raises(ConfigurationError, match="cannot be read as what a rank has left") as told:
+    with pytest.raises(ConfigurationError, match="read as the post-mortem of a rank") as told:
         read_post_mortems(tmp_path)
     assert reason in str(told.value)
     write_post_mortem(left(1), tmp_path)
@@ -74,5 +74,5 @@ def test_nothing_is_left_behind_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not MemoryWatch(folder="s3://bucket/run").leave(left())
     assert not list(tmp_path.iterdir())
     assert MemoryWatch(folder="run").leave(left())
-    with pytest.raises(ConfigurationError, match="with URLs there, writes no file"):
+    with pytest.raises(ConfigurationError, match="or with a URL, writes no file"):
         read_post_mortems(Path("s3://bucket/run"))

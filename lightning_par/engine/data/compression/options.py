@@ -94,10 +94,10 @@ def read_compression(
     if zero_stage != 0:
         raise ConfigurationError(
             "LP609",
-            f"gradient_compression={chosen.method!r} with zero_stage={zero_stage} "
-            "is not supported: compression needs whole gradients on every replica, and ZeRO stages "
-            "1 to 3 shard them. Use zero_stage=0. To save GPU memory all the same, keep the "
-            "optimizer in CPU memory: Hybrid3DStrategy(zero_stage=0, offload_options={}).",
+            f"gradient_compression={chosen.method!r} with zero_stage={zero_stage} is not "
+            "supported: compression needs whole gradients on every replica, and ZeRO stages 1 to "
+            "3 shard them. Use zero_stage=0. To save GPU memory in another way, keep the "
+            f"optimizer in CPU memory: Hybrid3DStrategy(zero_stage=0, offload_options={{}}).",
         )
     return chosen
 

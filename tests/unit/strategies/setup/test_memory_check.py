@@ -134,7 +134,7 @@ def test_offloading_is_proposed_where_the_optimizer_does_not_fit() -> None:
     said = explain(strategy(1, "hybrid3d", **ONES), 40, 500)
     assert said is not None
     assert "64.00 GiB without activations, but has 40.00 GiB" in said
-    assert said.endswith("Use offload_options={} (the optimizer on the host).")
+    assert said.endswith("Use offload_options={} (the optimizer in CPU memory).")
 
 
 def test_sharding_of_a_model_without_blocks_is_warned_of() -> None:
