@@ -86,7 +86,7 @@ def who_holds_what() -> Figure:
 CELLS = {
     "here": ("runs here", BLUE, "white"),
     "EarlierBlock": ("stub", PALE[ORANGE], INK),
-    "LaterBlock": ("stub: leave", PALE[ORANGE], INK),
+    "LaterBlock": ("stub: ends\nthe step", PALE[ORANGE], INK),
     "Absent": ("not reached", PALE[GREY], SOFT),
     "Ghost": ("shape only,\nNaN", PALE[GREY], SOFT),
 }
@@ -96,7 +96,7 @@ def stage_cell(kinds: list[str], column: int) -> tuple[str, str, str]:
     """Label, fill and ink of what a stage does at a module."""
     kind = kinds[column]
     if kind == "EarlierBlock" and kinds[column + 1] != kind:
-        return ("stub: gives\nwhat came", *CELLS[kind][1:])
+        return ("stub: gives\nactivations", *CELLS[kind][1:])
     if kind == "LaterBlock" and kinds[column - 1] == kind:
         return CELLS["Absent"]
     return CELLS[kind]
@@ -131,10 +131,10 @@ def stages() -> Figure:
     write(axes, x - 0.24, 1.72, "activations", size=8, ha="right", color=BLUE)
     write(axes, x + 0.24, 1.72, "gradients", size=8, color=ORANGE)
     notes = (
-        "The stub before the first local block answers with the activations that were received. "
-        "The stub after the last local block\n"
-        "ends this stage's part of the step. A value of another stage that a step uses by mistake "
-        "is NaN, so that the loss shows it."
+        "The stub before the first local block returns the received activations. The stub after "
+        "the last local block ends the step\n"
+        "on this stage. If a step uses a value of another stage by mistake, this value is NaN, and "
+        "so is the loss."
     )
     write(axes, 0.2, 2.8, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
@@ -192,7 +192,7 @@ def tensor_parallel() -> Figure:
         f"Counted in the block's forward: {gathers.calls} all-gathers and {scatters.calls} "
         f"reduce-scatters of B x T x D = {size:,} bytes each (B {facts.BATCH}, T {tokens}, D "
         f"{shapes['mlp_norm.out'][2]}, float32);\na rank sends {gathers.sent + scatters.sent:,} "
-        "bytes, (tp-1)/tp of them. The backward swaps the two operations and moves as much."
+        "bytes, (tp-1)/tp of them. The backward swaps the two operations and sends as much."
     )
     write(axes, 0.2, 3.8, notes, size=8, color=SOFT, linespacing=1.4)
     return figure

@@ -76,7 +76,7 @@ def experts() -> Figure:
 
 
 def hidden_tokens() -> Figure:
-    figure, axes = canvas(10, 3.6, title="BERT: what is hidden depends on the tokens and the step")
+    figure, axes = canvas(10, 3.6, title="BERT: the hidden tokens depend on the text and the step")
     draw = torch.Generator().manual_seed(4)
     tokens = torch.randint(0, 200, (4, 28), generator=draw)
     lengths = torch.tensor([28, 21, 25, 14])
@@ -100,18 +100,19 @@ def hidden_tokens() -> Figure:
                 box(axes, left + place * size, y, size, 0.24, fill=color, edge=GREY)
     x = 0.75
     for text, color, wide in (
-        ("the mask", BLUE, 1.0),
+        ("the mask token", BLUE, 1.3),
         ("another token", ORANGE, 1.25),
-        ("itself, but asked for", GREEN, 1.6),
-        ("not asked for", PALE[GREY], 1.2),
+        ("unchanged, but predicted", GREEN, 1.8),
+        ("not chosen", PALE[GREY], 1.05),
         ("padding", "white", 1.0),
     ):
         box(axes, x, 2.83, 0.14, 0.14, fill=color, edge=GREY)
         write(axes, x + 0.2, 2.9, text, size=7.5)
         x += wide
     notes = (
-        "Drawn by `mask_tokens`: a hash of (the tokens of the text, step, place). So two replicas "
-        "with two texts each, or two micro-batches,\nhide what one process with all four hides."
+        "The choice is a hash of the tokens of the text, the step and the position. So two replicas "
+        "with two texts each, or two micro-batches,\n"
+        "hide the same tokens as one process with all four texts."
     )
     write(axes, 0.2, 3.25, notes, size=8, color=SOFT, linespacing=1.4)
     return figure

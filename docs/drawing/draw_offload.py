@@ -52,10 +52,10 @@ ROWS: dict[str, tuple[int, dict[str, Any] | None]] = {
 
 
 def offload() -> Figure:
-    figure, axes = canvas(10, 4.1, title="What one rank holds, on its device and on the host")
+    figure, axes = canvas(10, 4.1, title="What one rank holds, on its device and in CPU memory")
     left, right, top = 2.35, 5.6, 1.15
     write(axes, left, 0.8, "device", weight="bold")
-    write(axes, right, 0.8, "host", weight="bold")
+    write(axes, right, 0.8, "CPU memory", weight="bold")
     for name, (stage, options) in ROWS.items():
         found = estimate(stage, options)
         write(axes, 0.2, top + 0.2, name)

@@ -58,10 +58,10 @@ def profilers() -> Figure:
     found = summarize(measured)
     assert found.split is not None
     better = run(found.split.stage_blocks, 0.0)
-    figure, axes = canvas(10, 5.35, title="What the profiler says of a step")
+    figure, axes = canvas(10, 5.35, title="What the profiler says about a step")
     rows = (
         (f"measured, blocks {list(counts)}: bubble", measured, found.bubble),
-        ("predicted, the stages' own times and no messages: bubble", found.simulation, None),
+        ("predicted, with the same times and without messages: bubble", found.simulation, None),
         (f"suggested, stage_blocks={list(found.split.stage_blocks)}: bubble", better, None),
     )
     unit, top = WIDE / measured.makespan, 0.85
@@ -75,9 +75,9 @@ def profilers() -> Figure:
     keys = ((0.85, BLUE, "forward"), (1.95, ORANGE, "backward"), (3.15, PALE[GREY], "idle"))
     draw_keys(axes, top - 0.12, keys)
     note = (
-        f"{BLOCKS} blocks of 1 slot, a head of {HEAD:g} after them, {MESSAGE:g} for a message; a "
-        "backward takes twice as long.\nThe suggestion leaves the last stage fewer blocks, because "
-        f"it has the head: imbalance {percent(found.imbalance)} before."
+        f"A block takes 1 slot, the head {HEAD:g}, a message {MESSAGE:g}; a backward takes twice "
+        "as long as a forward.\nThe suggestion gives the last stage fewer blocks, because it has "
+        f"the head (imbalance: {percent(found.imbalance)})."
     )
     write(axes, 4.0, top - 0.1, note, size=7.6, color=SOFT, linespacing=1.4)
     return figure

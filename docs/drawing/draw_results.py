@@ -21,9 +21,9 @@ def measured() -> list[tuple[str, int, int]]:
 
 def hosts() -> Figure:
     rows, left, top = measured(), 2.75, 0.95
-    title = "A step on two hosts, by what is divided between them"
+    title = "Time of a step on two hosts, by what is divided between them"
     figure, axes = canvas(9.2, top + 0.55 * len(rows) + 0.35, title=title)
-    keys = ((GREY, "no limit between the hosts"), (ORANGE, "1 Gbit/s, 1 ms: what the link adds"))
+    keys = ((GREY, "on a link without a limit"), (ORANGE, "added by 1 Gbit/s and 1 ms"))
     for number, (color, text) in enumerate(keys):
         box(axes, left + 2.2 * number, 0.56, 0.14, 0.14, fill=color)
         write(axes, left + 2.2 * number + 0.2, 0.635, text, size=8)
@@ -54,13 +54,13 @@ def behind() -> dict[str, list[tuple[int, float]]]:
 
 def islands() -> Figure:
     found = behind()
-    title = "Four islands and 1 million tokens: nats behind replicas in step"
+    title = "Four islands and 1 million tokens: loss above synchronous replicas"
     figure, axes = canvas(9.2, 3.9, title=title)
     plot = figure.add_axes((0.075, 0.15, 0.5, 0.7))
     kinds = {
         "": (ORANGE, "Nesterov 0.7, 0.9"),
-        ",optimizer=average": (BLUE, "the mean"),
-        ",optimizer=average,first=125": (GREEN, "the mean, after a quarter of the steps in step"),
+        ",optimizer=average": (BLUE, "average"),
+        ",optimizer=average,first=125": (GREEN, "average, first quarter synchronous"),
     }
     for number, (added, (color, text)) in enumerate(kinds.items()):
         points = found[added]
@@ -76,12 +76,12 @@ def islands() -> Figure:
     plot.set_xticks([1, 4, 8, 30], ["1", "4", "8", "30"])
     plot.minorticks_off()
     plot.set_ylim(0, 1)
-    plot.set_xlabel("steps from exchange to exchange (every)", fontsize=8.5, color=INK)
+    plot.set_xlabel("steps between two exchanges (every)", fontsize=8.5, color=INK)
     plot.tick_params(labelsize=8, colors=INK)
     plot.grid(axis="y", color=GREY, alpha=0.35, lw=0.6)
     for side in ("top", "right"):
         plot.spines[side].set_visible(False)
-    said = "A GPT of 177 thousand parameters; the loss of\nheld-out text, a point for each seed"
+    said = "Difference of the loss on held-out text, in nats; a GPT\nof 177 thousand parameters, one point for each seed"
     write(axes, 5.6, 2.2, said, size=7.5, color=SOFT)
     return figure
 

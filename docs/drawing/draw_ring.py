@@ -87,8 +87,8 @@ def sequence_ring() -> Figure:
     write(axes, 0.2, 2.49, "columns: keys", size=7.5, color=SOFT)
     write(axes, 0.2, 4.3, "who sends", weight="bold", size=8.5)
     write(axes, 0.2, 4.48, "thick: all", size=7.5, color=SOFT)
-    write(axes, 0.2, 4.64, "thin: the", size=7.5, color=SOFT)
-    write(axes, 0.2, 4.80, "front chunk", size=7.5, color=SOFT)
+    write(axes, 0.2, 4.64, "thin: only the", size=7.5, color=SOFT)
+    write(axes, 0.2, 4.80, "first chunk", size=7.5, color=SOFT)
     for index in range(RANKS):
         x, now = left + index * wide, [row[index] for row in steps]
         write(axes, x, rows["queries"] - 0.14, f"step {index}", weight="bold", size=8.5)
@@ -102,10 +102,10 @@ def sequence_ring() -> Figure:
     unit = LAYOUT.local * RANKS
     forward, gradients = sum(v for v, _ in sent) / unit, sum(g for _, g in sent) / unit
     notes = (
-        f"Keys and values for step s + 1 travel while step s is computed: {forward:g} M per rank "
-        f"in the forward, and again in the backward,\nwhere gradients go straight home against "
-        f"the arrows ({gradients:g} M). M: keys and values of one rank. "
-        f"Together {2 * forward + gradients:g} M = 2.25 (N-1) M."
+        "M is the size of the keys and values of one rank. Each rank sends on average "
+        f"{forward:g} M in the forward, and {forward:g} M again in the backward.\n"
+        f"Their gradients are sent directly back, against the arrows: {gradients:g} M. "
+        f"Together {2 * forward + gradients:g} M = 2.25 (N-1) M. Sending overlaps with computing."
     )
     write(axes, 0.2, 5.75, notes, size=8, color=SOFT, linespacing=1.4)
     return figure

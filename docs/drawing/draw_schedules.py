@@ -91,7 +91,7 @@ def schedules() -> Figure:
         (0.85, BLUE, "forward (1 slot)"),
         (2.35, ORANGE, "backward (2 slots)"),
         (3.95, PALE[GREY], "idle"),
-        (4.75, GREEN, "most micro-batches whose activations a stage holds at once"),
+        (4.75, GREEN, "largest number of micro-batches that a stage holds"),
     )
     draw_keys(axes, 4.35, keys)
     return figure
@@ -120,13 +120,13 @@ def schedules_split() -> Figure:
         top += 1.85
     keys = (
         (0.85, BLUE, "forward"),
-        (1.75, ORANGE, "backward, or its input half"),
-        (3.85, GREEN, "its weight half"),
-        (5.15, PALE[GREY], "idle"),
+        (1.75, ORANGE, "backward, or gradient of input"),
+        (4.0, GREEN, "gradients of weights"),
+        (5.62, PALE[GREY], "idle"),
     )
     draw_keys(axes, 8.1, keys)
-    box(axes, 5.9, 8.08, 0.2, 0.04, fill="black")
-    write(axes, 6.17, 8.1, "on the second stage of the rank, half as long", size=8)
+    box(axes, 6.25, 8.08, 0.2, 0.04, fill="black")
+    write(axes, 6.52, 8.1, "on the second stage of the rank, half as long", size=8)
     return figure
 
 
