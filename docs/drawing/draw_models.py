@@ -110,8 +110,8 @@ def hidden_tokens() -> Figure:
         write(axes, x + 0.2, 2.9, text, size=7.5)
         x += wide
     notes = (
-        "The choice is a hash of the tokens of the text, the step and the position. So two replicas "
-        "with two texts each, or two micro-batches,\n"
+        "The choice is a hash of the tokens of the text, the step and the position. So two "
+        "replicas with two texts each, or two micro-batches,\n"
         "hide the same tokens as one process with all four texts."
     )
     write(axes, 0.2, 3.25, notes, size=8, color=SOFT, linespacing=1.4)

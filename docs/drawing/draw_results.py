@@ -81,7 +81,10 @@ def islands() -> Figure:
     plot.grid(axis="y", color=GREY, alpha=0.35, lw=0.6)
     for side in ("top", "right"):
         plot.spines[side].set_visible(False)
-    said = "Difference of the loss on held-out text, in nats; a GPT\nof 177 thousand parameters, one point for each seed"
+    said = (
+        "Difference of the loss on held-out text, in nats; a GPT\n"
+        "of 177 thousand parameters, one point for each seed"
+    )
     write(axes, 5.6, 2.2, said, size=7.5, color=SOFT)
     return figure
 
