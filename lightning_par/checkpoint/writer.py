@@ -232,7 +232,8 @@ class Save(ABC):
         step = self._metadata.manifest.step
         if not problems:
             problems = [
-                f"rank {r.rank} saves step {r.step}, but rank {reports[0].rank} saves step {step}"
+                f"rank {r.rank} saves step {r.step}, but rank {reports[0].rank} saves step "
+                f"{step}; call save_checkpoint on every rank after the same step"
                 for r in reports
                 if r.step != step
             ]

@@ -43,29 +43,29 @@ __all__ = [
 ]
 
 COMMANDS: dict[str, str] = {
-    "backends": "list the attention kernels, and why one cannot be used here",
+    "backends": "list the attention kernels, and say why a kernel cannot be used here",
     "calibrate": "measure this machine, and write a device profile for search and forecast",
-    "certificate": "print and check what a run has written of itself, or compare two runs",
-    "completion": "print a script with which a shell completes commands and options",
-    "explain": "say the cause, an example and the cure of the code at the end of an error",
-    "export": "write a checkpoint folder as files for programs that do not know this package",
-    "forecast": "predict time and memory of a configured run on a machine that need not be here",
-    "inspect": "say what a checkpoint folder holds, and verify it",
-    "memory": "say what a run holds on every device and host, and whether that fits",
-    "plan": "say what every rank would hold of a model, before anything runs",
-    "rehearse": "set one rank of a run of any size up on this machine, and run one step of it",
-    "schedule": "print and draw a pipeline schedule before anything runs it",
-    "search": "find the layout with the shortest predicted step on such a machine",
-    "serve": "hold the weights that islands share, and merge what they learn",
-    "tokenize": "make a token file of text files or JSON Lines",
-    "verify": "compare a few steps of the configured layout with one process, number by number",
-    "why": "say why a run died: what held its memory, or which rank was missing",
+    "certificate": "print and check the certificate of a run, or compare two runs",
+    "completion": "print a script that lets your shell complete commands and options",
+    "explain": "print the cause, an example and the cure of an error code such as LP102",
+    "export": "convert a checkpoint to files for programs without lightning_par",
+    "forecast": "predict time and memory of a run on a machine that you need not have",
+    "inspect": "print what a checkpoint contains, and verify its files",
+    "memory": "print the memory of weights, gradients and optimizer states of a run",
+    "plan": "print which part of every parameter a rank would hold",
+    "rehearse": "run one step of one rank of a run of any size on this machine",
+    "schedule": "print and draw a pipeline schedule, without a run",
+    "search": "find the layout with the shortest predicted step",
+    "serve": "start the server of islands, which holds and averages their weights",
+    "tokenize": "make a token file from text files or JSON Lines files",
+    "verify": "compare a few steps of a run with the same steps on one process",
+    "why": "print why a run ended: what held its memory, or which rank was missing",
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""
 
 LIGHTNING_COMMANDS: dict[str, str] = {
     "fit": "train a model",
-    "predict": "run a trained model on data, and keep what it predicts",
+    "predict": "run a trained model on data, and store its predictions",
     "test": "evaluate a model on the test data",
     "validate": "evaluate a model on the validation data",
 }
