@@ -289,7 +289,7 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         raise ConfigurationError(
             "LP905",
             f"rank={rank} does not exist: num_nodes={num_nodes} times devices={devices} have the "
-            f"ranks 0 to {world_size - 1}.",
+            f"ranks 0 to {world_size - 1}. Pass one of these ranks.",
         )
     if dist.is_initialized():
         raise ConfigurationError(

@@ -231,7 +231,7 @@ class SequenceShard:
                 "context-parallel ranks the shapes of query, key and value have to be [B, heads, "
                 f"{tokens}, H]: each rank holds {tokens} of the {self.layout.length} tokens. "
                 "Cross-attention to other sequences (memories, caches, other modalities) is not "
-                "supported with context_parallel_size > 1.",
+                "supported with context_parallel_size > 1: use context_parallel_size=1 for it.",
             )
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads:
@@ -315,7 +315,8 @@ def _common_length(found: dict[str, tuple[Any, int]]) -> int:
             "LP304",
             f"the sequences of a batch have different lengths: {listed} tokens. All entries in "
             "BatchLayout(sequence_dims=...) must have the same number of tokens, since context "
-            "parallelism divides them at the same positions.",
+            "parallelism divides them at the same positions. Cut or pad them to one length in "
+            "the collate_fn, or leave entries that are not tokens out of sequence_dims.",
         )
     length: int = next(iter(lengths.values()))
     return length

@@ -214,9 +214,9 @@ def _called(weight: Callable[[Any], Any], batch: Any, samples: int) -> Tensor:
     if value.numel() != 1:
         raise PlanError(
             "LP309",
-            f"loss_weight={getattr(weight, '__qualname__', weight)!r} returned a tensor of shape "
-            f"{tuple(value.shape)}; it has to return one number, the weight of the batch in the "
-            "loss.",
+            f"the function {getattr(weight, '__qualname__', weight)!r} of loss_weight= returned a "
+            f"tensor of shape {tuple(value.shape)}, but it has to return one number: the weight "
+            "of the whole batch in the loss. Return, for example, the sum over the samples.",
         )
     return value.reshape(())
 

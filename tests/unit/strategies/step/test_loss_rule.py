@@ -76,5 +76,5 @@ def test_a_declared_weight_weighs_a_batch(weight, total) -> None:
 
 def test_a_weight_that_is_no_number_is_refused() -> None:
     rule = declared_rule(BatchLayout(loss_weight=lambda batch: batch["y"]))
-    with pytest.raises(PlanError, match=r"shape \(3, 5\); it has to return one number"):
+    with pytest.raises(PlanError, match=r"shape \(3, 5\), but it has to return one number"):
         rule.weigh(BATCH, 3)
