@@ -15,10 +15,11 @@ from lightning_par.profiling.pipeline_record import RankRecord, StepRecord
 __all__ = ["CommunicationProfiler"]
 
 _NOTE = (
-    "One step, all ranks together; times are the mean over the ranks that took part. Sent: what "
-    "the ranks send with the ring algorithm. Predicted: what the plan and the shapes say; empty "
-    "where they do not. Time runs from the call to the end of the wait for its result. Exposed: a "
-    "rank stood still for it. Hidden: it went on computing. What is under way at once is added up."
+    "One step, all ranks together. Times are the mean over the ranks that took part. Sent: the "
+    "bytes that the ranks send with the ring algorithm. Predicted: the bytes by the plan and the "
+    "shapes; empty if there is no prediction. Time: from the call to the end of the wait for the "
+    "result. Exposed: the part in which a rank was blocked. Hidden: the rest. Times of transfers "
+    "that overlap are added."
 )
 
 
@@ -105,7 +106,7 @@ class CommunicationProfiler(Profiler):
         sent, exposed = sum(r.sent for r in rows.values()), sum(r.exposed for r in rows.values())
         section.headline = {
             "sent by all ranks in a step": f"{sent / 2**20:,.2f} MiB",
-            "stood still for communication, per rank": f"{1e3 * exposed / len(records):,.2f} ms",
+            "blocked by communication, per rank": f"{1e3 * exposed / len(records):,.2f} ms",
         }
         section.tables = [
             Table(

@@ -18,10 +18,10 @@ from lightning_par.profiling.timeline_plot import draw_timeline
 __all__ = ["PipelineProfiler"]
 
 _NOTE = (
-    "The makespan runs from the first start to the last end of an action of any stage. Compute and "
-    "exposed communication are what a rank was busy with; waiting is the part of its idle time in "
-    "which it stood still for a message. Bubble: idle time over the makespan. Predicted: the same "
-    "for the schedule on paper, with the median time of every stage and messages that take no time."
+    "Makespan: from the first start to the last end of an action, over all stages. A rank is "
+    "busy with compute and with exposed communication. Waiting: the part of its idle time in "
+    "which a message blocked it. Bubble: idle time divided by the makespan. Predicted: the "
+    "bubble of a simulation with the median time of every stage and messages that take no time."
 )
 
 

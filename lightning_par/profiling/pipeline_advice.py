@@ -57,11 +57,11 @@ def _on_split(found: PipelineSummary) -> str:
         return "The blocks could not be timed one by one, so that no other split is suggested."
     best = list(found.split.stage_blocks)
     if best == now:
-        return f"No other split of the blocks is 5 % better on paper than this one, {now}."
+        return f"No other split of the blocks is predicted to be 5 % faster than this one, {now}."
     return (
         f"The slowest stage takes {as_percent(found.imbalance)} more than the mean. With "
         f"stage_blocks={best} instead of {now} the pipelined part of a step would take "
         f"{as_milliseconds(found.split.makespan)} instead of "
         f"{as_milliseconds(found.predicted_makespan)}, and the bubble would be "
-        f"{as_percent(found.split.bubble)}, on paper."
+        f"{as_percent(found.split.bubble)}, by the prediction."
     )

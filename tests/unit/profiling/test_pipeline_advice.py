@@ -52,7 +52,7 @@ def test_each_axis_has_its_cure(axis, option) -> None:
 def test_communication_of_one_stage_or_little_of_it_is_not_named() -> None:
     for shares in ([{"tp": 0.5}, {}], [{"tp": 0.1}] * 2, [{}, {}]):
         (said,) = advise(found(shares))
-        assert said.startswith("No other split of the blocks is 5 % better on paper")
+        assert said.startswith("No other split of the blocks is predicted to be 5 % faster")
 
 
 def test_unequal_stages_are_named_besides() -> None:
