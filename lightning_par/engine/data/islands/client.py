@@ -26,6 +26,7 @@ from lightning_par.errors import IslandError, NonFiniteError
 __all__ = ["Exchange", "IslandClient", "Place"]
 
 _log = logging.getLogger(__name__)
+_CURE = "Use the same model and outer= on all islands, and another number for each."
 _RETRY = 0.2
 """Seconds between two attempts to reach a server that is away, times 1 to 2."""
 
@@ -468,9 +469,8 @@ class IslandClient:
 
     def _check(self, answer: dict[str, Any]) -> None:
         if answer["op"] == "refused":
-            raise IslandError(
-                "LP702", f"the server {self._place.server} refused this island: {answer['reason']}"
-            )
+            said = f"the server {self._place.server} refused this island: {answer['reason']} "
+            raise IslandError("LP702", said + _CURE)
 
     def _limit(self) -> int:
         """Return the bytes of the longest answer."""

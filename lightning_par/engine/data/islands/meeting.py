@@ -179,10 +179,7 @@ class Meeting:
         here, there = self._outer.agreement(), outer.agreement()
         if unlike := [n for n, value in there.items() if here[n] != value]:
             differ = [f"{n}={there[n]!r} here, {n}={here[n]!r} on the server" for n in unlike]
-            raise RefusalError(
-                f"all islands need the same options: {'; '.join(differ)}. Use the "
-                "same outer= on all islands."
-            )
+            raise RefusalError(f"all islands need the same options: {'; '.join(differ)}.")
         held = self._weights
         for region in hello.regions if held is not None else ():
             assert held is not None
@@ -191,14 +188,10 @@ class Meeting:
             if found != (region.shape, region.torch_dtype):
                 raise RefusalError(
                     f"{region.name} is {region.shape} in {region.dtype}, but the model on the "
-                    f"server has {'no parameter' if found is None else found} of that name. Train "
-                    "the same model on all islands."
+                    f"server has {'no parameter' if found is None else found} of that name."
                 )
             if region.trains != (region.name not in held.frozen):
-                raise RefusalError(
-                    f"{region.name} is trained on some islands, but frozen on "
-                    "others. Freeze the same parameters on all islands."
-                )
+                raise RefusalError(f"{region.name} is trained on some islands, frozen on others.")
 
     def _found(self) -> None:
         """Ask one island for the model; the others wait for it."""
