@@ -261,6 +261,7 @@ STEPS: dict[str, dict[str, str]] = {
             cures_of_runs::blocks_that_change_places
             cures_of_runs::a_block_that_is_deleted""",
         "write to a parameter in place": "cures_of_runs::values_of_another_parameter",
+        "w.detach().clone()": "cures_of_runs::a_copy_of_a_weight_that_a_hook_keeps",
     },
     # Pipelines and schedules
     "LP401": {"a schedule that exists": VALUE},

@@ -1,6 +1,6 @@
 """MixedPrecision on a mesh: overflows are decided together, masters are sharded, sums are short."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_par.dtensor import local_part
 from lightning_par.engine.data.gradient_reduction import local_gradients
 from lightning_par.models import GPTModule
 from lightning_par.observe.live_bytes import LiveBytes
-from lightning_par.strategies.step import gradient_path
+from lightning_par.strategies.step import runner
 from lightning_par.upstream.functions import replaced
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import own_parameters, quiet_trainer, Recorder
@@ -32,9 +32,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "schedule": "zb-h1"},
     ),
-    "tp2pp2": (1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "zero3": (2, {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 3}),
 }
+BOTH = {"tp2pp2": (1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2})}
 
 
 class Small(ToyModule):
@@ -230,11 +230,11 @@ class PeakOfBackward(Callback):
 
 
 def taken_by_a_step(layout: str, world: int, *, again: bool) -> tuple[int, int, list[float]]:
-    replicas, options = LAYOUTS[layout]
+    replicas, options = (LAYOUTS | BOTH)[layout]
     module = GPTModule(overrides={"num_layers": 8, "model_dim": 128})
     with LiveBytes() as live, ExitStack() as stack:
         if not again:
-            stack.enter_context(replaced(gradient_path, "cast_again", nullcontext))
+            stack.enter_context(replaced(runner, "cast_again", lambda context: context()))
         seen, record = PeakOfBackward(live), Recorder()
         trainer = quiet_trainer(
             strategy=Hybrid3DStrategy(**options, num_microbatches=4 // replicas, verify=False),

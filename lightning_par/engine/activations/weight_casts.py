@@ -7,8 +7,10 @@ block at a time. Inside of `cast_again` autograd saves the parameter, which is i
 the backward casts it once more: the same values, by one pass over the weight.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,28 +35,23 @@ _VIEWS = frozenset(
 """Nodes of views of a cast, which have its memory."""
 
 
-def cast_again() -> AbstractContextManager[None]:
-    """Return a context in whose forwards autograd saves no cast of a parameter.
+@contextmanager
+def cast_again(context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
+    """Surrounds forwards of which autograd saves no cast of a parameter.
 
     It is for steps that change no weight between a forward and its backward.
+
+    Args:
+        context: Entered around it, as one that casts.
 
     Raises:
         ConfigurationError: In the backward: a step has changed a weight in place since its forward.
     """
-    outer = saved_tensor_hooks()
-    if outer is None:
-        return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-    # Autograd calls the innermost pair alone, and somebody has asked for the other one.
-    pack, unpack = outer
-
-    def pack_both(tensor: Tensor) -> Any:
-        packed = _pack(tensor)
-        return pack(tensor) if packed is tensor else packed
-
-    def unpack_both(saved: Any) -> Tensor:
-        return _unpack(saved) if isinstance(saved, _Cast) else unpack(saved)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack_both, unpack_both)
+    # Autograd calls the innermost pair of hooks alone, and somebody may have asked for another one.
+    outer = saved_tensor_hooks() or (_itself, _itself)
+    hooks = partial(_pack, outer[0]), partial(_unpack, outer[1])
+    with context(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,20 +71,24 @@ class _Cast:
     view: tuple[Any, Any, Any]
 
 
-def _pack(tensor: Tensor) -> Tensor | _Cast:
+def _itself(saved: Any) -> Any:
+    return saved
+
+
+def _pack(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     # Most of what is saved is an activation, or not 16 bits wide: this is asked of each.
     if tensor.itemsize != 2 or type(tensor) is not Tensor:
-        return tensor
+        return pack(tensor)
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != _CAST:
-        return tensor
+        return pack(tensor)
     leaf: Any = node.next_functions[0][0]
     if leaf is not None and leaf.name() == TO_LOCAL_NODE:
         leaf = leaf.next_functions[0][0]
     if leaf is None or leaf.name() != _LEAF:
-        return tensor
+        return pack(tensor)
     changes = count_of_changes(local_part(leaf.variable))
     # The memory format of a cast is that of the parameter.
     view = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -95,9 +96,9 @@ def _pack(tensor: Tensor) -> Tensor | _Cast:
 
 
 @torch.no_grad()
-def _unpack(saved: Tensor | _Cast) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
+def _unpack(unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
+    if not isinstance(saved, _Cast):
+        return unpack(saved)
     local = local_part(saved.parameter)
     if count_of_changes(local) != saved.changes:
         raise ConfigurationError(

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.dtensor import local_part
-from lightning_par.engine.activations.weight_casts import cast_again
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import (
@@ -128,7 +127,6 @@ class GradientPath:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
         around_hook: Calls code of a user's as a hook of a name is called; None: a plain call does.
-        around_forward: Surrounds forwards in mixed precision.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
         form: Notices where the loss takes another form; None: nobody watches.
         before_refusal: Called on every rank before the error of a step that is not finite.
@@ -154,10 +152,6 @@ class GradientPath:
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
         self._on_nonfinite = options.on_nonfinite
-        gathers = options.zero_stage == 3 and mesh.sizes.data > 1
-        # Manual steps may change weights between a forward and its backward.
-        casts = module.automatic_optimization and (gathers or mesh.sizes.pipeline > 1)
-        self.around_forward = cast_again if casts else nullcontext
         kinds = {isinstance(parameter, DTensor) for parameter in module.parameters()}
         self.mixes_kinds = len(kinds) > 1
         self._host: HostOptimizer | None = None
@@ -230,7 +224,8 @@ class GradientPath:
         yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        with self.norms.paused():
+        reads = self.norms.reads
+        with nullcontext() if reads is None or not reads.in_hooks else reads.paused():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)
@@ -304,11 +299,10 @@ class GradientPath:
         """
         if self._left is None:
             # What is frozen keeps its own, as a network that is not trained in this backward.
-            self._left = []
-            for parameter in self._copies:
-                if parameter.requires_grad and parameter.grad is not None:
-                    self._left.append((parameter, parameter.grad))
-                    parameter.grad = None
+            trained = (p for p in self._copies if p.requires_grad)
+            self._left = [(p, p.grad) for p in trained if p.grad is not None]
+            for parameter, _ in self._left:
+                parameter.grad = None
         for copies in self.shared if self._sharding.synchronizes else ():
             copies.begin()
         try:
@@ -495,12 +489,6 @@ class MeshPrecision(Precision):
             # A plugin of somebody else's may do anything with gradients, as a hook may.
             around = None if self.is_lightnings else self.gradients.around_hook
             return call() if around is None else around(names[0], self, call)
-
-    @override
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        with super().forward_context(), self.gradients.around_forward():
-            yield
 
     @override
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
