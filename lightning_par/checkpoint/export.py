@@ -52,8 +52,7 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
         raise CheckpointError(
             "LP509",
             f"--below {below} selects no weight of the checkpoint, since no name of a weight "
-            f"begins with it. The names begin with {', '.join(tops)}. Pass one of these "
-            "beginnings as --below.",
+            f"begins with it. Pass one of these beginnings: {', '.join(map(repr, tops))}.",
         )
     # For the bar: of tied weights each name counts, as each is written.
     moves = sum(tensor.nbytes for tensor in stored.values())

@@ -27,7 +27,7 @@ PROOFS: dict[str, str] = {
     "reads or writes weights and optimizer states in `on_save_checkpoint`": (
         "seen_checkpoints::test_a_hook_on_a_checkpoint_sees_that_of_one_process"
     ),
-    "puts another parameter or module in the place of one, in a hook of the run": """
+    "replaces a parameter or module by another one, in a hook such as `on_train_start`": """
         cures_of_runs::a_parameter_that_is_replaced cures_of_runs::values_of_another_parameter
         cures_of_runs::blocks_that_change_places""",
     "labels that the step masks or chooses, an `ignore_index` in the call, a count it divides by, "

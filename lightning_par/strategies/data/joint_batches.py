@@ -51,10 +51,10 @@ def share_joint_batch(
     except (CannotJoinError, ValueError) as error:
         raise ConfigurationError(
             "LP326",
-            f"a step gets a batch from each of {len(shares)} data loaders. The samples of one of "
-            f"these batches cannot be divided equally over {replicas} replicas, and the batches "
-            f"of the replicas cannot be concatenated: {error}. Pass drop_last=True to these "
-            "loaders, or let them pad all samples to one length.",
+            f"a step gets a batch from each of {len(shares)} data loaders. The number of samples "
+            f"in one of these batches is not divisible by {replicas} replicas. In this case the "
+            "first replica joins the batches of all replicas, but these cannot be joined: "
+            f"{error}. Pass drop_last=True to the loaders, or pad all samples to one length.",
         ) from error
     is_first = mesh.data_rank == 0
     share = Share(smallest=0, fills=not is_first, is_even=False, is_whole=True)

@@ -38,8 +38,8 @@ __all__ = [
 _CURE = (
     "For a penalty on weights use weight_decay of the optimizer, or add the gradient of the "
     "penalty to p.grad in on_after_backward (p.grad.add_(p, alpha=...)), which runs on every "
-    "stage for its own parameters. Write to weights in on_train_batch_start or "
-    "on_train_batch_end. To use a small module on every stage, name it in "
+    "stage for its own parameters. To change weights, do it in on_train_batch_start or "
+    "on_train_batch_end, not in the step. To use a small module on every stage, name it in "
     "ParallelPlan(replicated=...). Otherwise use pipeline_parallel_size=1."
 )
 _OURS = Path(__file__).resolve().parents[2]
