@@ -369,14 +369,13 @@ def _check_batch(
 ) -> None:
     """Refuse to divide a batch whose loss is no mean over its samples."""
     count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
-    replicas = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
-    parts = [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
+    asked = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
+    asked += [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
         # A single micro-batch is the whole batch, whatever the loss is.
         count > 1
     )
-    for key, asked in (("batch", replicas + parts), ("microbatches", parts)):
-        if key in plan.refusals and asked:
-            raise PlanError("LP211", f"{' and '.join(asked)}: {plan.refusals[key]}")
+    if "batch" in plan.refusals and asked:
+        raise PlanError("LP211", f"{' and '.join(asked)}: {plan.refusals['batch']}")
 
 
 def check_whole(module: nn.Module) -> None:
