@@ -19,9 +19,6 @@ from lightning_par.strategies.step.step_traces import LogCall, numbers_of, recor
 
 __all__ = ["try_step"]
 
-_Followed = Callable[[int], AbstractContextManager[Any]]
-"""Called where the step begins: what keeps the state of the module before it is not followed."""
-
 
 def try_step(
     steps: StepRunner,
@@ -52,7 +49,7 @@ def try_step(
     before, ends = buffers_of(module) if learns else {}, list[dict[str, Tensor]]()
     given = [map_tensors(batch, Tensor.clone) for batch in batches] if learns else []
 
-    def run(index: int, followed: _Followed | None = None) -> list[LogCall]:
+    def run(index: int, followed: AbstractContextManager[Any] | None = None) -> list[LogCall]:
         nonlocal leaves
         calls: list[LogCall] = []
         # A batch that was run already may have been written to.
@@ -64,7 +61,7 @@ def try_step(
             with (
                 context(),
                 record_logs(module, calls),
-                followed(index) if followed else nullcontext(),
+                followed or nullcontext(),
                 steps.user_step(("first look",), index),
             ):
                 is_training = name == "training_step"
@@ -78,7 +75,7 @@ def try_step(
         return numbers_of(calls)
 
     for index in range(len(batches)):
-        logs.append(run(index, watch.followed))
+        logs.append(run(index, watch.followed(index)))
     if learns:
         _learn_buffers(steps, before, ends, len(batches) - 1, run)
         # Runs of `again` and `alone` are no parts of the batch.
