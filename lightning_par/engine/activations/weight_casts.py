@@ -3,26 +3,30 @@
 Under autocast a linear map multiplies with a 16-bit copy of its weight, which autograd saves until
 the backward. A pipeline stage would hold one copy of its weights for each micro-batch that is in
 flight, and under ZeRO stage 3 a rank would hold a copy of the whole model, though it gathers a
-block at a time. Inside of `cast_again` autograd saves the parameter, which is in memory anyway, and
-the backward casts it once more: the same values, by one pass over the weight.
+block at a time. A block that `cast_again` has wrapped saves the parameter, which is in memory
+anyway, and its backward casts it once more: the same values, by one pass over the weight.
+
+Only blocks are wrapped, as they hold most weights, and as the code of a step beside them may do
+what hooks on saved tensors do not allow (`torch.func.grad`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
-from lightning_par.upstream.autograd import saved_tensor_hooks
+from lightning_par.upstream.autograd import is_in_backward, saved_tensor_hooks
 from lightning_par.upstream.dtensor import TO_LOCAL_NODE
-from lightning_par.upstream.tensor import count_of_changes
+from lightning_par.upstream.tensor import count_of_changes, plain_functions
 
-__all__ = ["cast_again"]
+__all__ = ["cast_again", "saving_no_casts"]
 
 _CAST, _LEAF = "ToCopyBackward0", "torch::autograd::AccumulateGrad"
 _VIEWS = frozenset(
@@ -35,22 +39,40 @@ _VIEWS = frozenset(
 """Nodes of views of a cast, which have its memory."""
 
 
-@contextmanager
-def cast_again(context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
-    """Surrounds forwards of which autograd saves no cast of a parameter.
+def cast_again(module: nn.Module, device_type: str) -> None:
+    """Let autograd save no cast of a parameter in the forward of a module under autocast.
 
-    It is for steps that change no weight between a forward and its backward.
+    It is for steps that change no weight between a forward and its backward: a changed weight
+    raises a `ConfigurationError` in the backward.
 
     Args:
-        context: Entered around it, as one that casts.
-
-    Raises:
-        ConfigurationError: In the backward: a step has changed a weight in place since its forward.
+        module: Its forward is wrapped.
+        device_type: Of the autocast.
     """
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # What a recomputation saves is used at once.
+            saves = torch.is_grad_enabled() and not is_in_backward()
+            if not saves or not torch.is_autocast_enabled(device_type):
+                return inner(*args, **kwargs)
+            with saving_no_casts():
+                return inner(*args, **kwargs)
+
+        return forward
+
+    wrap_forward(module, around, "weight_casts")
+
+
+@contextmanager
+def saving_no_casts() -> Iterator[None]:
+    """Surrounds a forward of which autograd saves no cast of a parameter."""
     # Autograd calls the innermost pair of hooks alone, and somebody may have asked for another one.
-    outer = saved_tensor_hooks() or (_itself, _itself)
+    outer = saved_tensor_hooks() or (_keep, _kept)
     hooks = partial(_pack, outer[0]), partial(_unpack, outer[1])
-    with context(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+    with ExitStack() as stack:
+        with suppress(RuntimeError):  # inside of torch.func, which allows no hooks
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
         yield
 
 
@@ -71,15 +93,30 @@ class _Cast:
     view: tuple[Any, Any, Any]
 
 
-def _itself(saved: Any) -> Any:
-    return saved
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    # Detached: an output that is saved would hold its node, and the node the output, for ever.
+    with plain_functions():
+        return tensor.detach(), count_of_changes(tensor)
+
+
+def _kept(saved: tuple[Tensor, int]) -> Tensor:
+    # Where there are hooks, autograd does not look for changes itself.
+    tensor, changes = saved
+    if count_of_changes(tensor) != changes:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+        )
+    return tensor
 
 
 def _pack(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     # Most of what is saved is an activation, or not 16 bits wide: this is asked of each.
-    if tensor.itemsize != 2 or type(tensor) is not Tensor:
+    is_plain = type(tensor) is Tensor or hasattr(tensor, "fake_mode")
+    if tensor.itemsize != 2 or not is_plain:
         return pack(tensor)
     node: Any = tensor.grad_fn
+    is_view = node is not None and node.name() in _VIEWS
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != _CAST:
@@ -89,10 +126,13 @@ def _pack(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         leaf = leaf.next_functions[0][0]
     if leaf is None or leaf.name() != _LEAF:
         return pack(tensor)
-    changes = count_of_changes(local_part(leaf.variable))
-    # The memory format of a cast is that of the parameter.
+    local = local_part(leaf.variable)
+    # A cast of the user's may have another memory format, and may have been written to.
+    has_its_format = local.ndim < 4 if is_view else tensor.stride() == local.stride()
+    if not has_its_format or count_of_changes(tensor) or tensor.device != local.device:
+        return pack(tensor)
     view = tensor.size(), tensor.stride(), tensor.storage_offset()
-    return _Cast(leaf.variable, changes, tensor.dtype, view)
+    return _Cast(leaf.variable, count_of_changes(local), tensor.dtype, view)
 
 
 @torch.no_grad()

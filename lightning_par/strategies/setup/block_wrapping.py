@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -12,6 +14,7 @@ from lightning_par.engine.activations.checkpointing import (
     recompute,
     wait_on_host,
 )
+from lightning_par.engine.activations.weight_casts import cast_again
 from lightning_par.engine.pipeline.schedules import splits_backward
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
@@ -22,6 +25,7 @@ from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.compiled_blocks import compile_blocks
+from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["check_recomputation", "offload_blocks", "prepare_blocks", "recompute_blocks"]
 
@@ -61,10 +65,25 @@ def prepare_blocks(
         recompute_blocks(module, resolved, what, bounds, modes, compiled=compiles)
     if compiles:
         compile_blocks(module, resolved, mesh, options)
+    elif _keeps_casts(module, mesh, options):
+        # Outside of recomputation, which saves what it needs by hooks of its own.
+        for name in resolved.block_names:
+            if not isinstance(block := module.get_submodule(name), StageStub):
+                cast_again(block, mesh.device_type)
     if what is not None:
         # A compiled block saves its tensors when it runs, and not where its code says so.
         offload_blocks(module, resolved, what)
     return weight_gradients
+
+
+def _keeps_casts(module: nn.Module, mesh: ParallelMesh, options: MeshOptions) -> bool:
+    """Return whether casts of weights would take much memory between a forward and its backward."""
+    gathers = options.zero_stage == 3 and mesh.sizes.data > 1
+    if not isinstance(module, pl.LightningModule) or not (gathers or mesh.sizes.pipeline > 1):
+        return False
+    # Manual steps may change weights between a forward and its backward.
+    plugin = getattr(trainer_of(module), "precision_plugin", None)
+    return module.automatic_optimization and isinstance(plugin, MixedPrecision)
 
 
 def _block_names(module: nn.Module, resolved: ResolvedPlan) -> tuple[str, ...]:

@@ -90,7 +90,8 @@ def structure_kept(
         if place is None:
             return
         entries: Any = owner._modules if isinstance(new, nn.Module) else owner._parameters
-        if entries.get(name) is new or place_of(new) is not None:
+        # Not `get`, which does not ask for what a hook sees.
+        if (name in entries and entries[name] is new) or place_of(new) is not None:
             return
         fqn = f"{place}.{name}".removeprefix(".")
         if name in entries and any(f"{held}.".startswith(f"{fqn}.") for held in parameters):

@@ -535,7 +535,9 @@ class MeshPrecision(Precision):
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=True)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.gradients.before_step(list(self.main_params(optimizer)))
+        with self.gradients.norms.paused():  # of this rank, also where a plugin sees all
+            parameters = list(self.main_params(optimizer))
+        self.gradients.before_step(parameters)
         try:
             getattr(super(), CLIP_GRADIENTS)(model, optimizer, *args, **kwargs)
         finally:

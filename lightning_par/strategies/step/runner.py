@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.engine.activations.weight_casts import cast_again
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import BatchDims, BatchDimsFinder
 from lightning_par.engine.data.equal_copies import EqualCopies
@@ -187,9 +186,6 @@ class StepRunner:
         self.loaders = ReplicaLoaders(module, mesh, sharding.hold, device, options)
         self.share = Share()
         self.most = self.share.smallest  # samples that every replica has
-        # Manual steps may change weights between a forward and its backward.
-        gathers = options.zero_stage == 3 and sizes.data > 1
-        self._casts_again = module.automatic_optimization and (gathers or sizes.pipeline > 1)
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         synchronize_batchnorm(module, mesh)
@@ -328,8 +324,6 @@ class StepRunner:
             What `training_step` returned, whose loss has a backward; and what that needs to know.
         """
         trainer, context = self.module.trainer, plugin.train_step_context
-        if self._casts_again and isinstance(plugin, MixedPrecision):
-            context = partial(cast_again, context)
         self._activity.begin("training_step")
         # While sequences are whole: afterwards attention is that of context ranks.
         if self.sequence is not None:

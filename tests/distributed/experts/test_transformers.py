@@ -181,12 +181,12 @@ def test_a_rank_holds_its_experts_and_tokens_travel(tmp_path: Path) -> None:
 
 
 def rehearsed(observer: Any, environment: Any) -> Any:
-    """A mixture that is too large to have memory, whose loss balances its experts."""
+    """A mixture that is too large to have memory."""
     wide = {"hidden_size": 2048, "moe_intermediate_size": 1024, "vocab_size": 5000}
     given = {"plugins": [environment], "callbacks": [observer]}
     strategy = lightning_par.Hybrid3DStrategy(**layout(dp=2, ep=2, zero=1))
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1, max_epochs=1, **given)
-    return trainer, Family(model("qwen3_moe", **wide, **_BALANCED)), DataLoader(tokens(16), 4)
+    return trainer, Family(model("qwen3_moe", **wide)), DataLoader(tokens(16), 4)
 
 
 def test_a_rehearsed_rank_sends_tokens() -> None:

@@ -64,18 +64,18 @@ def norms_of_a_submodule(cured: bool) -> nn.Module:
 )
 def a_weight_that_a_step_scales(cured: bool) -> nn.Module:
     class Module(PlainModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return loss if cured else self.scaled(loss)
+        def __init__(self) -> None:
+            super().__init__()
+            if not cured:
+                self.net.blocks[1].register_forward_hook(self.scaled)
 
         def on_train_batch_end(self, *_: Any) -> None:
             if cured:
-                self.scaled(None)
+                self.scaled()
 
-        def scaled(self, loss: Any) -> Any:
+        def scaled(self, *_: Any) -> None:
             with torch.no_grad():
-                self.net.head.weight.mul_(0.99)
-            return loss
+                self.net.blocks[1].mlp.up.weight.mul_(0.99)
 
     return Module()
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from weakref import finalize
 
 import pytest
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-from lightning_par.engine.activations.weight_casts import cast_again
+from lightning_par.engine.activations.weight_casts import cast_again, saving_no_casts
 from lightning_par.engine.pipeline.split_backward import (
     defer_weight_gradients,
     Deferred,
@@ -29,7 +30,7 @@ FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def saving(*, again: bool) -> AbstractContextManager[None]:
-    return cast_again() if again else nullcontext()
+    return saving_no_casts() if again else nullcontext()
 
 
 def gradients(forward: Callable[[Tensor, Tensor], Tensor], *, again: bool) -> list[Tensor]:
@@ -64,6 +65,48 @@ def test_no_cast_waits_for_the_backward() -> None:
     assert held[True] < 2 * SIZE * SIZE
 
 
+def test_values_that_have_no_backward_are_freed() -> None:
+    """An output that an operation saves, such as a softmax, would else hold itself."""
+    layer, freed = nn.Linear(3, 4), list[str]()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saving_no_casts():
+        y = layer(torch.randn(2, 3)).softmax(-1)
+    finalize(y, freed.append, "softmax")
+    del y
+    assert freed == ["softmax"]
+
+
+def test_a_value_that_is_changed_before_its_backward_is_refused() -> None:
+    with saving_no_casts():
+        y = torch.ones(2, requires_grad=True).exp()
+    with torch.no_grad():
+        y.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_cast_of_the_users_that_is_written_to_is_kept() -> None:
+    weight, x = nn.Parameter(torch.full((2, 2), 0.4)), torch.ones(1, 2, requires_grad=True)
+    with saving_no_casts():
+        cast = weight.to(torch.bfloat16)
+        with torch.no_grad():
+            cast.round_()
+        (x.to(torch.bfloat16) @ cast).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0, 0]]
+
+
+def test_torch_func_runs_inside() -> None:
+    layer = nn.Linear(3, 3)
+    cast_again(layer, "cpu")
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).float().sum()
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        found = torch.func.grad(loss)(torch.ones(3))
+    torch.testing.assert_close(found, layer.weight.bfloat16().sum(0).float(), rtol=2e-2, atol=1e-2)
+
+
 def test_hooks_around_get_what_is_no_cast() -> None:
     layer, seen = nn.Linear(3, 4), list[tuple[int, ...]]()
 
@@ -73,7 +116,7 @@ def test_hooks_around_get_what_is_no_cast() -> None:
 
     x = 2 * torch.randn(2, 3, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16), cast_again():
+    with hooks, torch.autocast("cpu", torch.bfloat16), saving_no_casts():
         y = layer(x)
     y.sum().backward()
     assert seen == [(2, 3)]
@@ -98,7 +141,7 @@ def test_a_deferred_gradient_keeps_no_cast() -> None:
 
 def test_a_weight_that_is_changed_before_its_backward_is_refused() -> None:
     layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), cast_again():
+    with torch.autocast("cpu", torch.bfloat16), saving_no_casts():
         y = layer(x)
     with torch.no_grad():
         layer.weight.mul_(2)
