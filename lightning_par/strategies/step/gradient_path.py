@@ -223,9 +223,13 @@ class GradientPath:
             yield action(f"{verdict} if the norm or a loss is not finite", Phase.STEP, self._refuse)
         yield action("clip", Phase.CLIP, self._clip)
 
-    def _walk(self, phase: Phase, passage: _Passage) -> None:
+    def paused(self) -> AbstractContextManager[None]:
+        """Surrounds what this package does itself while a hook sees the whole model."""
         reads = self.norms.reads
-        with nullcontext() if reads is None or not reads.in_hooks else reads.paused():
+        return nullcontext() if reads is None or not reads.in_hooks else reads.paused()
+
+    def _walk(self, phase: Phase, passage: _Passage) -> None:
+        with self.paused():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)
@@ -258,10 +262,8 @@ class GradientPath:
             _is_own(name, callback, pl.Callback) for callback in callbacks
         )
 
-    def in_hooks(
-        self, names: Sequence[str], *, surely: bool = False
-    ) -> AbstractContextManager[None]:
-        """Surrounds hooks of users on gradients; a step without any spares what they need.
+    def in_hooks(self, names: Sequence[str], *, surely: bool) -> AbstractContextManager[None]:
+        """Surrounds hooks of users on gradients, of these names; spared in a step without any.
 
         Args:
             names: The hooks that run inside.
@@ -535,7 +537,7 @@ class MeshPrecision(Precision):
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=True)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        with self.gradients.norms.paused():  # of this rank, also where a plugin sees all
+        with self.gradients.paused():
             parameters = list(self.main_params(optimizer))
         self.gradients.before_step(parameters)
         try:
