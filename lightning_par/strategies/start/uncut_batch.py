@@ -49,7 +49,8 @@ def run_parts(
         if takes_whole is not None and takes_whole(seen):
             return seen, is_random
         raise ConfigurationError(
-            "LP303", f"{refusal.message}. With all {whole[1]} samples at once the step runs. {cure}"
+            "LP303",
+            f"{refusal.message.rstrip('.')}. With all {whole[1]} samples at once the step runs. {cure}",
         ) from refusal.__cause__
     raise refusal
 
