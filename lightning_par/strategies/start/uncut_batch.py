@@ -48,9 +48,9 @@ def run_parts(
         seen, is_random = run([whole])
         if takes_whole is not None and takes_whole(seen):
             return seen, is_random
+        told = refusal.message.rstrip(".")
         raise ConfigurationError(
-            "LP303",
-            f"{refusal.message.rstrip('.')}. With all {whole[1]} samples at once the step runs. {cure}",
+            "LP303", f"{told}. With all {whole[1]} samples at once the step runs. {cure}"
         ) from refusal.__cause__
     raise refusal
 

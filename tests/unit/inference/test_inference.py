@@ -135,7 +135,7 @@ def test_frozen_modules_that_no_step_uses(has_evaluation: bool) -> None:
     plan = infer_plan(model, example=(TOKENS, TOKENS))
     said = describe_inferred(plan, model)
     assert ("other" in plan.replicated) == has_evaluation
-    note = r"stage of a pipeline holds other, frozen \(1.0 MiB\).*Plan\(last=\('other',\)\)"
+    note = r"stage of a pipeline holds the frozen other \(1.0 MiB\).*Plan\(last=\('other',\)\)"
     assert bool(re.search(note, said, re.DOTALL)) == has_evaluation
 
 

@@ -74,5 +74,5 @@ def test_nothing_is_left_behind_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not MemoryWatch(folder="s3://bucket/run").leave(left())
     assert not list(tmp_path.iterdir())
     assert MemoryWatch(folder="run").leave(left())
-    with pytest.raises(ConfigurationError, match="or with a URL, writes no file"):
+    with pytest.raises(ConfigurationError, match="or whose folder is a URL, writes no such file"):
         read_post_mortems(Path("s3://bucket/run"))
