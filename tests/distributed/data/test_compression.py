@@ -230,7 +230,8 @@ class Spoil(Callback):
             pl_module.more = torch.inf
             return
         factor = torch.inf if self.what == "gradient" else 1e200
-        self.hook = pl_module.second.weight.register_hook(lambda grad: grad * factor)
+        spoil = lambda _, grads: (grads[0] * factor,)  # noqa: E731
+        self.hook = pl_module.second.register_full_backward_pre_hook(spoil)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         pl_module.more = 0.0
