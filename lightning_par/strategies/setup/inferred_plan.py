@@ -191,7 +191,7 @@ def _inferred(
     step = _step_of(module)
     plans = _known.setdefault(module, {})
     # Replicas and context ranks need nothing of the plan that a trace would tell.
-    key = (sizes.tensor, sizes.pipeline, containers, step)
+    key = (sizes.tensor, sizes.pipeline, containers, _dtype_of_run(module), step)
     of_fit = plans.get((*key[:-1], "training_step"))
     if key not in plans and of_fit is not None and not of_fit.refusals:
         return of_fit
