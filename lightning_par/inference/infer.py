@@ -273,8 +273,9 @@ class _Styles:
         for operation in self.trace.operations:
             active = [self.trace.calls[number].fqn for number in operation.calls]
             for value in operation.inputs:
+                is_read = value.kind in ("parameter", "made") and value.name in self.owners
                 # A module's own forward reads its own parameters.
-                if value.kind != "parameter" or self.owners[value.name] & {*active}:
+                if not is_read or self.owners[value.name] & {*active}:
                     continue
                 if not active:
                     continue  # the step itself, which reads it whole, see ParameterReads

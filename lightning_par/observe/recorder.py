@@ -53,7 +53,7 @@ class Value:
     Attributes:
         kind: What made it; a "constant" is a tensor that the model keeps outside of its buffers,
             an "unknown" one was made out of sight from something that is trained.
-        name: FQN of a parameter or buffer, path of an input.
+        name: FQN of a parameter, also once it was written to, or of a buffer; path of an input.
         maker: Index of the operation that made it, or None.
         shape: Its shape.
         dtype: Its dtype.
@@ -207,10 +207,12 @@ def _trace(
     # With the same `requires_grad`, by which values are told apart.
     def stand_in(tensor: Tensor) -> Tensor:
         trains = tensor.requires_grad
+        if on_meta:  # of which the values are not needed, nor a copy of them
+            kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            made = torch.empty(tensor.shape, dtype=kind, device="meta")
+            return made.requires_grad_(trains)
         tensor = tensor if dtype is None else _cast(tensor.detach(), dtype)
-        if on_meta:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        elif tensor.device.type == "meta":
+        if tensor.device.type == "meta":
             made = torch.zeros(tensor.shape, dtype=tensor.dtype)
             # Not zeros: a model's branch or a division may depend on the values.
             made = made.normal_(0, 0.02) if made.is_floating_point() else made
@@ -419,7 +421,10 @@ class _Recorder(Watcher):
         for tensor in call.written:
             # All views of the memory have new values with it, also those made before.
             for other in self._sharing[memory_key(tensor)]:
-                self.name(other, kind="made", maker=index)
+                held = self._values[id(other)]
+                # A parameter keeps its name, by which reads of it from outside are found.
+                name = held.name if held.kind in ("parameter", "made") else ""
+                self.name(other, kind="made", name=name, maker=index)
         for tensor in made:
             self.name(tensor, kind="made", maker=index)
         operation = Operation(

@@ -154,6 +154,20 @@ def test_parameters_that_another_module_reads_stay_whole() -> None:
     assert plan.tensor["encoder.layers.*.linear2"] == "rowwise"
 
 
+def test_a_parameter_that_the_step_has_written_may_be_read_by_another_module() -> None:
+    class Reading(LanguageModel):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + F.linear(torch.ones(32), self.tokens.weight)
+
+    class Clamping(Planless):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.net.tokens.weight.data.clamp_(-3, 3)
+            return super().training_step(batch, batch_idx)
+
+    plan = infer_plan(Clamping(Reading()), example=(TOKENS, TOKENS))
+    assert "net.tokens.weight is read by the forward of net" in plan.refusals["tensor"]
+
+
 def test_of_nested_containers_the_outer_one_is_cut() -> None:
     plan = infer_plan(structures.StagesOfWindows(), example=(torch.zeros(2, 3, 16, 16),))
     assert plan.blocks == "layers"
