@@ -243,7 +243,10 @@ class _SkippedInits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if result is True and func == self._asks_meta:
-            frame = sys._getframe(1)
+            frame: Any = sys._getframe(1)
+            # Passed on by modes that the constructor has entered, such as a device.
+            while frame.f_code.co_name == "__torch_function__":
+                frame = frame.f_back
             # Asked inside of nn.init, and nowhere else.
             if frame.f_globals is vars(init) and self._tape.knows(args[0]):
                 self._record(frame.f_code, frame.f_locals)

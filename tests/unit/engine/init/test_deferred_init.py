@@ -126,6 +126,22 @@ def test_parameters_are_meta_and_buffers_are_real_and_equal() -> None:
     assert torch.equal(model.get_buffer("inv_freq"), Net().get_buffer("inv_freq"))
 
 
+def test_functions_of_init_are_recorded_inside_modes_of_the_constructor() -> None:
+    def make(module: nn.Module) -> None:
+        module.cut = nn.Parameter(torch.zeros(9, 7))
+        trunc_normal_(module.cut, std=0.02)
+        module.basis = nn.Parameter(torch.zeros(9, 7))
+        orthogonal_(module.basis)
+
+    def make_inside(module: nn.Module) -> None:
+        with torch.device("cpu"), torch.device("cpu"):
+            make(module)
+
+    plain, inside = (values(*build(holder(m))) for m in (make, make_inside))
+    assert all(value.any() for value in plain.values())
+    assert all(torch.equal(inside[name], value) for name, value in plain.items())
+
+
 def test_tied_parameters_stay_one() -> None:
     model, record = build(Net)
     assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
