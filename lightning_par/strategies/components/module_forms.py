@@ -82,7 +82,12 @@ class _Attributes:
 
 def _is_same(target: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     """Whether two dicts have the same keys in one order, and the same objects under them."""
-    return [*target] == [*before] and all(map(is_, target.values(), before.values()))
+    return (
+        len(target) == len(before)
+        # Not by `==`, which tensors as keys compare element by element.
+        and all(map(is_, target, before))
+        and all(map(is_, target.values(), before.values()))
+    )
 
 
 class ModuleForms:
