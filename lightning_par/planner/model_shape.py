@@ -16,7 +16,7 @@ _NAMES = {
     "head_dim": ("head_dim",),
     "ff_dim": ("ff_dim", "moe_intermediate_size", "intermediate_size", "n_inner"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "experts_per_token": ("experts_per_token", "num_experts_per_tok"),
+    "experts_per_token": ("experts_per_token", "num_experts_per_tok", "top_k_experts"),
     "shared_experts": ("num_shared_experts", "n_shared_experts"),
 }
 """Field of `TransformerShape` -> its names: of the reference models, then of transformers."""

@@ -1,15 +1,17 @@
 """Shapes read from configurations count the parameters that the configurations count."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 from transformers import AutoConfig
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.models.bert.config import BertConfig
 from lightning_par.models.gpt.config import GPTConfig, PRESETS
 from lightning_par.models.mixtral.config import MixtralConfig
-from lightning_par.planner.model_shape import read_shape
+from lightning_par.planner.model_shape import experts_of_token, read_shape
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -42,6 +44,14 @@ def test_configurations_of_transformers(name: str, gated: bool) -> None:
     assert shape.layers == config.num_hidden_layers
     assert shape.heads == config.num_attention_heads
     assert shape.causal
+
+
+@pytest.mark.parametrize("name", ["experts_per_token", "num_experts_per_tok", "top_k_experts"])
+def test_a_configuration_inside_says_how_many_experts_a_token_passes(name: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert experts_of_token(model) == 1
+    model[1].config = SimpleNamespace(**{name: 3})
+    assert experts_of_token(model) == 3
 
 
 def test_what_is_no_transformer_is_refused() -> None:
