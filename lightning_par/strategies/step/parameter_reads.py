@@ -93,6 +93,26 @@ class _Handed:
         return local_part(self.shard), local_part(shard_of(self.value.detach(), self.shard))
 
 
+class _Settled:
+    """A parameter that a step has read, and of which what it wrote was kept.
+
+    Args:
+        handed: As it was handed out.
+    """
+
+    def __init__(self, handed: _Handed) -> None:
+        self.handed_of = handed.parameter, handed.shard
+        # It shares the count of changes, which outlives the entries, but not the memory.
+        self._counter = handed.value.detach()
+        self._counter.data = self._counter.new_empty(0)
+        self._changes = count_of_changes(self._counter)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether torch has counted a write since."""
+        return count_of_changes(self._counter) != self._changes
+
+
 class ParameterReads:
     """Answers reads of parameters in a user's step; see Note [Reads in a step].
 
@@ -141,6 +161,7 @@ class ParameterReads:
         }
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, _Handed] = {}
+        self._settled: list[_Settled] = []
         self._steps, self._compares = 0, True
         self._view: HookView | None = None
         self.absent_modules = AbsentModules(module, self, known)
@@ -167,8 +188,10 @@ class ParameterReads:
             yield
         finally:
             self._in_step = self.active = False
-            if self._handed:
+            try:
                 self.settle()
+            finally:
+                self._settled.clear()
 
     @contextmanager
     def in_hook(self, view: HookView) -> Iterator[None]:
@@ -209,11 +232,25 @@ class ParameterReads:
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
+        late = next((one for one in self._settled if one.is_written), None)
+        if late is not None:
+            self._forget()
+            raise PlanError("LP408", _written_late(self._name_of(*late.handed_of)))
         if handed := list(self._handed.values()):
             self._handed.clear()
             self._steps += 1
             self._keep_writes(handed)
             self._compares = self._steps < _COMPARED
+            if self._in_step:
+                self._settled += map(_Settled, handed)
+
+    def _forget(self) -> None:
+        """Drop what was handed out: the end of the step is not to refuse another one instead."""
+        self._handed.clear()
+        self._settled.clear()
+
+    def _name_of(self, *held: Tensor) -> str:
+        return next(n for n, p in self._named() if any(p is h for h in held))
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -352,10 +389,8 @@ class ParameterReads:
         found = [h for h, differs in zip(uncounted, flags, strict=True) if differs]
         for one in [h for h in handed if h.is_counted] + found:
             if one.shard is one.parameter and self._is_gathered(one.parameter):
-                self._handed.clear()  # the end of the step is not to refuse another one instead
-                raise PlanError(
-                    "LP408", _written(next(n for n, p in self._named() if p is one.parameter))
-                )
+                self._forget()
+                raise PlanError("LP408", _written(self._name_of(one.parameter)))
             self._write(one, one.is_counted)
         if found:
             self._steps = 0
@@ -396,7 +431,7 @@ class ParameterReads:
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.active and self._handed:
+            if self.active and (self._handed or self._settled):
                 self.settle()  # what the forward has to see
             self._depth += 1
             self.active = False
@@ -480,6 +515,14 @@ def _written(fqn: str) -> str:
         f"the step writes to {fqn}, but data parallelism may already have gathered its shards "
         "into a copy, which the write does not change. Write to weights in on_train_batch_start "
         "or on_train_batch_end, or use data_parallel_size=1."
+    )
+
+
+def _written_late(fqn: str) -> str:
+    return (
+        f"the step writes to {fqn} through a tensor that it read before it called a part of the "
+        "model or an optimizer. A rank of a mesh holds a part of the weight, to which that write "
+        "no longer comes. Read the weight again, directly before the write."
     )
 
 

@@ -98,6 +98,30 @@ def rows_of_a_table_that_the_step_normalizes() -> Any:
     return Module(), token_pairs()
 
 
+def _scaled_late(*, again: bool) -> Any:
+    class Module(_Stepwise):
+        def embedded(self, tokens: Tensor) -> Tensor:
+            table = self.net.tokens.weight
+            hidden = super().embedded(tokens)
+            with torch.no_grad():
+                (self.net.tokens.weight if again else table).mul_(0.9)
+            return hidden
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    equal="zero3", refused={"tp2": r"net\.tokens\.weight through .* directly before the write"}
+)
+def a_table_that_the_step_scales_after_it_called_its_layer() -> Any:
+    return _scaled_late(again=False)
+
+
+@CASES.add(equal="tp2")
+def a_table_that_the_step_reads_again_and_scales() -> Any:
+    return _scaled_late(again=True)
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     CASES.check(case, layout, refusal)
