@@ -30,7 +30,8 @@ class ParallelMesh:
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
         timeout: Time limit of a collective in any group; None: the default of torch.
         expert_mesh: The mesh with `EXPERT_AXES`; None without expert parallelism.
-        links: Name -> group between neighboring pipeline stages, once they have been connected.
+        links: Name -> group that only one kind of message uses, once it has been made: between
+            neighboring pipeline stages, and for the gradients of whole replicas.
     """
 
     sizes: ParallelSizes

@@ -212,7 +212,7 @@ def test_accumulating_batches_exchange_no_gradients(zero_stage: int, pipeline: i
         "zero_stage": zero_stage,
     }
     for batches in run_ranks(count_batches, 2 * pipeline, options):
-        axis = ("dp_replicate", "all_reduce") if zero_stage == 0 else ("dp_shard", "reduce_scatter")
+        axis = ("dp gradients", "all_reduce") if zero_stage == 0 else ("dp_shard", "reduce_scatter")
         exchanged = [batch.get(axis, 0) > FEW_BYTES for batch in batches]
         assert exchanged == [False, False, True, False, False, True]
 

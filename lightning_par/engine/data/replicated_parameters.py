@@ -94,9 +94,15 @@ def _average_of_replicas(
 ) -> ReplicatedGradients:
     # Other axes, and FSDP, change or need gradients after the backward.
     are_all = mesh.sizes.data == mesh.sizes.world_size and {*module.parameters()} == {*replicas}
-    # A group of its own: what else replicas send in a backward may be before or after it.
-    group = mesh.group("dp_replicate") if mesh.sizes.data_shard == 1 else mesh.data_group
-    return ReplicatedGradients(parameters=replicas, group=group, dtype=dtype, early=are_all)
+    if not are_all:
+        return ReplicatedGradients(parameters=replicas, group=mesh.data_group, dtype=dtype)
+    # A group of its own: what a user sends in a backward may be before or after a bucket. That of
+    # an axis is the world, which users mean where they name no group, if all ranks are on the axis.
+    keep = [range(mesh.sizes.data_replicate), range(mesh.sizes.data_shard)]
+    group = mesh.subgroup(("dp_replicate", "dp_shard"), keep)
+    assert group is not None
+    mesh.links["dp gradients"] = group
+    return ReplicatedGradients(parameters=replicas, group=group, dtype=dtype, early=True)
 
 
 def _by_owners(

@@ -42,9 +42,9 @@ class ParallelModel:
         gradients: The path of a gradient from the backward to the optimizer.
         states: Translates weights and optimizer states.
         groups: Name -> process group, for a `CommVolume`: the mesh axes; ``data``, ``replica`` and
-            ``tokens``; ``pp activations`` and ``pp gradients``, and, where ranks hold several
-            stages, those with `` back``, which go against the order of the ranks; with `` odd``,
-            which count as those without.
+            ``tokens``; ``dp gradients``; ``pp activations`` and ``pp gradients``, and, where ranks
+            hold several stages, those with `` back``, which go against the order of the ranks;
+            with `` odd``, which count as those without.
     """
 
     module: pl.LightningModule

@@ -1,16 +1,21 @@
 """Gradients of whole replicas: averaged in buckets, which are sent while the backward goes on."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
 from torch import nn, Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.engine.data import gradient_reduction
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients
+from lightning_par.engine.data.replicated_parameters import find_copies
+from lightning_par.mesh import build_mesh
+from lightning_par.sizes import ParallelSizes
 from tests.support.ranks.api import ranks
 
 WIDTH = 4
@@ -155,4 +160,30 @@ def test_a_gradient_that_is_sent_already_gets_no_second_part(rank: int, world: i
     copies.begin()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         module(x, uses_side=True, is_reentrant=True).backward()
+    gradient_reduction._BUCKET = 2**25
+
+
+@ranks(2)
+def test_collectives_of_a_user_in_a_backward_are_apart_from_buckets(rank: int, world: int) -> None:
+    gradient_reduction._BUCKET = 1
+    mesh = build_mesh(ParallelSizes(data_replicate=2), "cpu")
+    torch.manual_seed(0)
+    module = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    resolved: Any = SimpleNamespace(canonical={})
+    replicas = tuple(module.parameters())
+    (copies,), _ = find_copies(module, resolved, mesh, [], [], None, replicas=replicas)
+    # In the last step the first bucket is sent in the backward of one rank, and after the other.
+    for uses in [(1, 1), (1, 1), (1, 0)]:
+        copies.begin()
+        x = module[0](torch.full((3, WIDTH), 1.0 + rank))
+        x = module[1](collectives.all_reduce(x))
+        if uses[rank]:
+            x = x + module[2](x)
+        x.square().sum().backward()
+        copies.reduce()
+        for grad in gradients(module).values():
+            assert grad is not None
+            other = grad.clone()
+            dist.broadcast(other, 0)
+            assert torch.equal(other, grad)
     gradient_reduction._BUCKET = 2**25
