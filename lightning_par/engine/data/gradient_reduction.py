@@ -299,7 +299,14 @@ def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
 @torch.no_grad()
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients as local plain tensors of real numbers, which share their memory."""
-    return [_real_part(p.grad) for p in parameters if p.grad is not None]
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            # torch may give a conjugate as a view of another tensor, which has no real view.
+            if parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()
+            found.append(_real_part(parameter.grad))
+    return found
 
 
 def _real_part(grad: Tensor) -> Tensor:
@@ -345,8 +352,8 @@ def total_norm(
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
     # parameters without a gradient add nothing, on whatever rank.
+    grads = local_gradients(parameters)
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    grads = [_real_part(grad) for _, grad in held]
     poison = None if loss is None else loss * 0  # NaN if the loss is not finite
     # Without a process group: on one device, in a step that is called after the run.
     if not (dist.is_initialized() and dist.get_world_size() > 1) and not offloaded_norms:
