@@ -44,6 +44,9 @@ class SharedGradients:
     def begin(self) -> None:
         """A backward begins, which changes nothing."""
 
+    def end(self) -> None:
+        """A backward has ended, or failed, which changes nothing."""
+
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients over the group; a missing one counts as 0.
@@ -215,6 +218,12 @@ class ReplicatedGradients:
             for bucket in self._arrange():
                 bucket.begin()
             self._is_on, self._sent = True, 0
+
+    def end(self) -> None:
+        """Let backwards send nothing from here on, also where that of `begin` has failed."""
+        has_failed, self._is_on, self._sent = self._is_on, False, 0
+        for bucket in self._buckets if has_failed else ():
+            bucket.begin()
 
     @torch.no_grad()
     def reduce(self) -> None:

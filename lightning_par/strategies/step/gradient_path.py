@@ -310,6 +310,8 @@ class GradientPath:
         try:
             yield
         finally:
+            for copies in self.shared:
+                copies.end()
             if self._sharding.synchronizes or not self._module.automatic_optimization:
                 with torch.no_grad():
                     for parameter, left in self._left:

@@ -164,6 +164,45 @@ def test_a_gradient_that_is_sent_already_gets_no_second_part(rank: int, world: i
 
 
 @ranks(2)
+def test_a_backward_after_one_that_failed_sends_nothing(rank: int, world: int) -> None:
+    gradient_reduction._BUCKET = 1
+    module, copies, x = tower(rank)
+    copies.begin()
+    module(x, uses_side=True, is_reentrant=False).backward()
+    copies.reduce()
+    module.zero_grad()
+    copies.begin()
+    loss = module(x, uses_side=True, is_reentrant=False)
+    hook = module.layers[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    copies.end()
+    hook.remove()
+    module.zero_grad()
+    module(x, uses_side=True, is_reentrant=False).backward()
+    plain, _, _ = tower(rank)
+    plain(x, uses_side=True, is_reentrant=False).backward()
+    wanted = gradients(plain)
+    for name, grad in gradients(module).items():
+        torch.testing.assert_close(grad, wanted[name], rtol=0, atol=0)
+    gradient_reduction._BUCKET = 2**25
+
+
+@ranks(2)
+def test_conjugates_are_averaged(rank: int, world: int) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    group = dist.group.WORLD
+    assert group is not None
+    copies = ReplicatedGradients(parameters=[weight], group=group)
+    weight.grad = torch.full_like(weight, 1 + 2j * (1 + rank)).conj()
+    copies.reduce()
+    assert torch.equal(weight.grad, torch.full_like(weight, 1 - 3j))
+    weight.grad = weight.grad.conj()
+    norm, _ = gradient_reduction.total_norm([weight], device=weight.device)
+    torch.testing.assert_close(norm.item(), (2 * 3 * 10) ** 0.5)
+
+
+@ranks(2)
 def test_collectives_of_a_user_in_a_backward_are_apart_from_buckets(rank: int, world: int) -> None:
     gradient_reduction._BUCKET = 1
     mesh = build_mesh(ParallelSizes(data_replicate=2), "cpu")
