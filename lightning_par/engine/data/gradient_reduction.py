@@ -149,8 +149,12 @@ class _Bucket:
                 apart.append((grad, mean))
         self._message = work, apart, counts, missing
 
-    def receive(self) -> None:
-        """Wait for the averages; a gradient that no rank has is None."""
+    def receive(self) -> list[int]:
+        """Wait for the averages; a gradient that no rank has is None.
+
+        Returns:
+            The ids of the parameters without one, the same on all ranks.
+        """
         assert self._message is not None
         (work, apart, counts, missing), self._message = self._message, None
         if work is not None:
@@ -158,11 +162,11 @@ class _Bucket:
         for grad, mean in apart:
             grad.copy_(mean)
         # Only ranks that lack one wait for the answer; the others have nothing to take back.
-        if missing:
-            found = counts.tolist()
-            for number in missing:
-                if not found[number]:
-                    self.parameters[number].grad = None
+        found = counts.tolist() if missing else []
+        unused = [self.parameters[number] for number in missing if not found[number]]
+        for parameter in unused:
+            parameter.grad = None
+        return [*map(id, unused)]
 
 
 class ReplicatedGradients:
@@ -174,6 +178,8 @@ class ReplicatedGradients:
     all ranks. One that lacks a gradient is sent after the backward. So no rank has to know which
     gradients another has. A reentrant checkpoint gives the gradient of a shared weight in parts:
     the first backward shows which buckets have such ones, and they are sent after it, too.
+    Parameters that no rank has used in some step have the last buckets, since others would wait for
+    theirs.
 
     Args:
         parameters: The parameters, in the same order on every rank of the group.
@@ -200,7 +206,7 @@ class ReplicatedGradients:
         self._dtype, self.early, self._is_on = dtype, early, False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}  # by id: the hash of a tensor takes its time
-        self._sent = 0
+        self._sent, self._unused = 0, set[int]()
         # Of each parameter what adds to its gradient: the hooks are on these, and end with them.
         self._nodes: dict[int, Node] = {}
 
@@ -240,16 +246,24 @@ class ReplicatedGradients:
         for bucket in self._buckets[self._sent :]:
             bucket.send(self.group, self._dtype)
         self._sent = 0
+        unused = set[int]()
         for bucket in self._buckets:
-            bucket.receive()
+            unused.update(bucket.receive())
             bucket.may_be_early = was_on and not bucket.is_in_parts
+        # All ranks know it of the same ones. The set only grows: a step that uses others than the
+        # one before makes no new order.
+        if self.early and not unused <= self._unused:
+            self._unused |= unused
+            self._buckets, self._bucket_of = [], {}
 
     def _arrange(self) -> list[_Bucket]:
         """Return the buckets, the same in every step unless other parameters train."""
         # The last ones have their gradients first.
         wanted = [p for p in reversed(self.parameters) if p.requires_grad]
         if {*map(id, wanted)} != self._bucket_of.keys():
-            self._buckets = [_Bucket(parameters) for parameters in fill_buckets(wanted)]
+            last = [p for p in wanted if id(p) in self._unused]
+            first = [p for p in wanted if id(p) not in self._unused]
+            self._buckets = [_Bucket(p) for part in (first, last) for p in fill_buckets(part)]
             self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
             for parameter in wanted if self.early else ():
                 if id(parameter) not in self._nodes:

@@ -113,6 +113,22 @@ def test_buckets_leave_in_the_backward_and_gradients_are_views_of_them(
 
 
 @ranks(2)
+def test_a_parameter_that_no_rank_uses_keeps_no_other_waiting(rank: int, world: int) -> None:
+    gradient_reduction._BUCKET = 1
+    module, copies, x = tower(rank)
+    # The first bucket is that of the last parameter.
+    copies.parameters = (*copies.parameters, *module.side.parameters())[2:]
+    for early in (0, 0, 8):
+        copies.begin()
+        module(x, uses_side=False, is_reentrant=False).backward()
+        assert copies._sent == early
+        copies.reduce()
+        assert module.side.weight.grad is None
+        gradients(module)
+    gradient_reduction._BUCKET = 2**25
+
+
+@ranks(2)
 def test_a_backward_that_is_not_announced_sends_nothing(rank: int, world: int) -> None:
     module, copies, x = tower(rank)
     for _ in range(2):
