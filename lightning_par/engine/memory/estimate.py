@@ -15,8 +15,9 @@ optimizer            2 b p                                         master and tw
 ===================  ============================================  =============================
 
 With `offload_fraction`, that fraction counts as offloaded. Offloaded parameters are on the host;
-states in a file are not counted. Nothing is gathered with one replica, or where gradients are
-compressed. Activations, and what the allocator caches, come on top.
+states in a file are not counted. Nothing is gathered with one replica, where gradients are
+compressed, or at ZeRO 0 without other axes and offloading. Activations, and what the allocator
+caches, come on top.
 
 **Source**: Rajbhandari et al. 1910.02054, section 3; Ren et al. 2101.06840, section 4.
 """
@@ -211,7 +212,9 @@ def _rows(
     trained = [share for share in shares if share.trains]
     local = sum(share.entries * share.size for share in trained)
     gathered = 0
-    if sizes.data > 1:
+    # Whole replicas need no FSDP without other axes.
+    are_whole = zero_stage == 0 and offload is None and sizes.data == sizes.world_size
+    if sizes.data > 1 and not (are_whole and sizes.expert == 1):
         # Stage 3: the block at work and the next one, which is gathered beside it.
         gathered = min(2 * largest, whole) if zero_stage == 3 else whole
     rows = [

@@ -93,6 +93,14 @@ def test_whole_replicas_are_told_to_share() -> None:
     assert re.search(says, explain(made, 32, None) or "")
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_whole_replicas_gather_nothing_unless_they_offload(offloads: bool) -> None:
+    options: dict[str, Any] = {"offload_options": {}} if offloads else {}
+    made = strategy(4, "hybrid3d", **ONES, zero_stage=0, **options)
+    rows = {row.kind: row.device for row in lightning_par.memory_estimate(Large(), made).rows}
+    assert rows["gathered"] == (16 * GIB if offloads else 0)
+
+
 def test_table_is_printed() -> None:
     text = str(lightning_par.memory_estimate(Large(), strategy(1)))
     assert text.splitlines()[1].split() == ["parameters", "16.000", "0.000"]
