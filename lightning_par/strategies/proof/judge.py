@@ -202,8 +202,9 @@ class Judge:
                     "is sharded: the forward uses a gathered copy, and the write to the copy is "
                     "lost"
                 )
-            elif name in held and self.model.mesh.sizes.data > 1:
-                why = "has a copy on every replica, which writes what its own samples give"
+            # A number is a copy at every ZeRO stage, and mostly clamped, equally on all of them.
+            elif name in held and held[name].ndim and self.model.mesh.sizes.data > 1:
+                why = "has a copy on every replica, which may write what its own samples give"
             else:
                 continue
             return (

@@ -238,6 +238,23 @@ def a_weight_of_length_one_that_its_forward_normalizes() -> Any:
     return PlainModule(net), token_pairs()
 
 
+@CASES.add(equal="zero0 zero1 zero3")
+def a_temperature_that_the_forward_clamps() -> Any:
+    class Head(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 64)
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.temperature.clamp_(0.5, 0.999)
+            return super().forward(x) * self.temperature
+
+    net = PlainNet()
+    net.head = Head()
+    return PlainModule(net), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
