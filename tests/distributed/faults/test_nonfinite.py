@@ -46,9 +46,12 @@ class Poisoned(ToyModule):
                 getattr(local, "to_local", lambda: local)().fill_(float("nan"))
 
 
-def weights(module: Any) -> list[Tensor]:
-    local = [getattr(p, "to_local", lambda p=p: p)() for p in own_parameters(module).values()]
-    return [t.detach().cpu().clone() for t in local]  # where they are after a run on one device
+def weights(module: Any) -> dict[int, Tensor]:
+    """Id of a parameter -> its value; a hook may find a tied one under another name."""
+    own = own_parameters(module).values()
+    local = {id(p): getattr(p, "to_local", lambda p=p: p)() for p in own}
+    # On the CPU, where they are after a run on one device.
+    return {key: t.detach().cpu().clone() for key, t in local.items()}
 
 
 class Before(Callback):
@@ -77,7 +80,10 @@ def fit(
         made.fit(module, loader(ToyData(8), 2))
     except NonFiniteError as error:
         said = str(error)
-    same = all(map(torch.equal, before.kept, weights(module)))
+    now = weights(module)
+    same = now.keys() == before.kept.keys() and all(
+        torch.equal(before.kept[key], value) for key, value in now.items()
+    )
     return said, same, made.global_step
 
 
