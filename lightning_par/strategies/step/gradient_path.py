@@ -314,9 +314,8 @@ class GradientPath:
                 copies.end()
             if self._sharding.synchronizes or not self._module.automatic_optimization:
                 with torch.no_grad():
-                    for parameter, left in self._left:
-                        now = parameter.grad
-                        parameter.grad = left if now is None else now.add_(left)
+                    for one, left in self._left:
+                        one.grad = left if one.grad is None else one.grad.add_(left)
                 self._left = None
 
     def after_backward(self) -> None:
@@ -519,8 +518,7 @@ class MeshPrecision(Precision):
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         call = partial(super().post_backward, tensor, module)
-        loss: Tensor = self._in_hooks(("on_after_backward",), call)
-        return loss
+        return cast(Tensor, self._in_hooks(("on_after_backward",), call))
 
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
         hooks = "on_before_optimizer_step", "configure_gradient_clipping"
