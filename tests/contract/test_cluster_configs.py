@@ -8,6 +8,7 @@ import yaml
 
 from lightning_par.commands.rehearse import rehearse_config
 from lightning_par.observe.live_bytes import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from lightning_par.planner.profiles import load_profile
 from tests.support.exhaustive import some
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +37,10 @@ def test_a_cluster_is_called_by_its_model_and_has_as_many_devices_as_ranks(confi
     assert re.search(rf"^# Ranks: {ranks} \({said}\b", text, re.MULTILINE)
 
 
-def assert_rehearsed(config: Path, **changed: int) -> None:
-    """Rehearse the last rank of a cluster; `changed`: options of the strategy, model and data."""
+def assert_rehearsed(config: Path, *, is_last: bool = True, **changed: int) -> None:
+    """Rehearse an end rank of a cluster, which has to fit a card of 80 GB; `changed`: options of
+    the strategy, model and data.
+    """
     written = yaml.safe_load(config.read_text())
     num_nodes, devices = written["trainer"]["num_nodes"], written["trainer"]["devices"]
     places = {
@@ -47,11 +50,16 @@ def assert_rehearsed(config: Path, **changed: int) -> None:
     }
     rest = [f"--{places[name]}.{name}={value}" for name, value in changed.items()]
     found = rehearse_config(
-        [f"--config={config}", *rest], num_nodes=num_nodes, devices=devices, rank=num_nodes * 8 - 1
+        [f"--config={config}", *rest],
+        num_nodes=num_nodes,
+        devices=devices,
+        rank=(num_nodes * devices - 1) * is_last,
     )
     degrees = degrees_of(written)
-    last = [f"{AXES[a]} {degrees[a] - 1}" for a in ("pipeline", "data", "tensor") if degrees[a] > 1]
-    assert f"({', '.join(last)}" in found.place
+    several = [axis for axis in ("pipeline", "data", "tensor") if degrees[axis] > 1]
+    place = [f"{AXES[axis]} {(degrees[axis] - 1) * is_last}" for axis in several]
+    assert f"({', '.join(place)}" in found.place
+    assert found.peak < load_profile("h100").memory
     # With ZeRO 3 and one stage the peak is at the loss, before the first gradient.
     sharded = written["trainer"]["strategy"]["init_args"].get("zero_stage") == 3
     gradients = set() if sharded and degrees["pipeline"] == 1 else {GRADIENTS}
@@ -72,6 +80,7 @@ def test_a_rank_of_the_cluster_starts_with_a_block_in_every_stage(config: Path) 
     assert_rehearsed(config, num_layers=stages, num_microbatches=2, batch_size=2)
 
 
+@pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("config", some(CONFIGS, CONFIGS), ids=lambda p: p.stem)
-def test_a_rank_of_the_cluster_runs_a_step(config: Path) -> None:
-    assert_rehearsed(config)
+def test_a_rank_of_the_cluster_runs_a_step(config: Path, is_last: bool) -> None:
+    assert_rehearsed(config, is_last=is_last)

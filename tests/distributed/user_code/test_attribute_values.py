@@ -436,7 +436,7 @@ def test_values_that_no_look_has_seen_are_named_once() -> None:
     told = " ".join(run_ranks(_told, 2, Later, timeout=180)[0])
     for name in ("auxiliary", "by_batch", "is_small", "parts", "window"):
         assert len(re.findall(rf"self\.{name}", told)) == 1
-    assert len(re.findall(r"self\.kept what cannot be sent", told)) == 1
+    assert len(re.findall(r"values in self\.kept that cannot be sent", told)) == 1
     assert "self.phase" not in told
 
 
