@@ -153,6 +153,7 @@ class _RankMemory:
         """Return the bytes of a pipeline rank."""
         shape, layout, code = self.shape, self.layout, self.code
         first, last = layout.owners[0] == rank, layout.owners[-1] == rank
+        held, trained = (self._weights(rank, first, last, trained=t) for t in (False, True))
         loss = logit_bytes(shape, layout, code) if last else 0.0
         buffers = _buffers(shape, layout, code)
         # The root unit of FSDP2 is not resharded between forward and backward.
@@ -161,7 +162,7 @@ class _RankMemory:
             ends = shape.end_weights(layout.sizes.tensor, first=first, last=last)
             buffers += code.gather_bytes * ends
         return {
-            **self._states(rank, first, last),
+            **self._states(held, trained),
             "activations": self._held_activations(rank, first),
             # Not at the same time: the loss is over when the first block's backward begins.
             "moment": max(self.moment, loss),
@@ -180,30 +181,25 @@ class _RankMemory:
         alone = layout.microbatches == 1 and layout.zero_stage > 0
         return alone or code.reduces_each(layout)
 
-    def _states(self, rank: int, first: bool, last: bool) -> dict[str, float]:
+    def _states(self, held: float, trained: float) -> dict[str, float]:
         layout, code, stage = self.layout, self.code, self.layout.zero_stage
         shards = code.shards(layout)
-        held, trained = (self._weights(rank, first, last, trained=t) for t in (False, True))
         # ZeRO (1910.02054, section 5): what a stage shards is divided by the ranks that share it.
-        held_shard, trained_shard = (
-            self._weights(rank, first, last, trained=t, sharded=True) / shards
-            for t in (False, True)
-        )
-        weights = code.weight_bytes * (held_shard if stage == 3 else held)
+        weights = code.weight_bytes * held / (shards if stage == 3 else 1)
         if code.fsdp and shards > 1 and stage < 3:
             # FSDP2 below stage 3: the shard, and the weights gathered for the whole step beside
             # it.
-            weights = code.weight_bytes * held_shard + code.gather_bytes * held
-        gradients = trained_shard if self.shards_gradients else trained
+            weights = code.weight_bytes * held / shards + code.gather_bytes * held
+        gradients = 1 / shards if self.shards_gradients else 1.0
         if code.fsdp and layout.sizes.pipeline > 1:
             # Those of the last step stay until the pipeline has computed the new ones.
-            gradients += trained_shard
+            gradients += 1 / shards
         # Only of what is trained: frozen weights have no moments.
-        states = trained_shard if stage >= 1 else trained
+        states = 0.0 if layout.offload else code.state_bytes * trained
         return {
             "weights": weights,
-            "gradients": code.gradient_bytes * gradients,
-            "states": 0.0 if layout.offload else code.state_bytes * states,
+            "gradients": code.gradient_bytes * trained * gradients,
+            "states": states / (shards if stage >= 1 else 1),
         }
 
     def _held_activations(self, rank: int, first: bool) -> float:
@@ -218,21 +214,11 @@ class _RankMemory:
         waiting = min(layout.microbatches, flight - p + rank + 1)
         return kept * min(flight, p - rank) + self.whole * self.counts[rank] * max(0, waiting)
 
-    def _weights(
-        self, rank: int, first: bool, last: bool, *, trained: bool, sharded: bool = False
-    ) -> float:
-        """Return the weights of a rank; `sharded`: that many for each of the ranks that share the
-        states of a weight.
-        """
+    def _weights(self, rank: int, first: bool, last: bool, *, trained: bool) -> float:
         shape, sizes = self.shape, self.layout.sizes
-        expert, shards = sizes.expert, self.code.shards(self.layout)
-        if sharded and sizes.data_shard > 1 and expert > 1:
-            # Experts are divided over `ep`, and by the ranks that hold the same ones: together
-            # over all replicas that shard, and their context ranks.
-            expert = sizes.data_shard * sizes.context // shards
         found = shape.end_weights(sizes.tensor, first=first, last=last, trained=trained)
         for start, end in self.spans[rank]:
-            found += shape.span_weights(start, end, sizes.tensor, expert, trained=trained)
+            found += shape.span_weights(start, end, sizes.tensor, sizes.expert, trained=trained)
         return found
 
     def _kept(self, rank: int, first: bool) -> float:
