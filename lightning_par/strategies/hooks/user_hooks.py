@@ -86,7 +86,6 @@ class UserHooks:
         # Of the method of the Trainer before.
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
-        model.gradients.norms.reads = self._reads
         model.gradients.around_hook = self.around
         self._view = WholeView(model.module, self._reads.known, model.mesh, processes.device)
         # The objects are held, so that no other one can get the same `id`.

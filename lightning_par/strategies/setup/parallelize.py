@@ -151,7 +151,7 @@ def parallelize(  # house: the order, in one place
     # After the runner, which the forwards around the blocks ask whether a step is running.
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding, options)
-    gradients.form = steps.form
+    gradients.form, gradients.norms.reads = steps.form, steps.reads
     # Last: what the module has now is its parallel form, to which a later run returns.
     forms.become_parallel()
     if isinstance(skeleton, Skeleton):

@@ -9,7 +9,7 @@ the norms of the whole model. Under a pipeline these hooks are in a whole view (
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ class GradientNorms:
         device: Device of this rank.
 
     Attributes:
-        reads: Knows whether a hook has a whole view; None until hooks are surrounded.
+        reads: Knows whether a hook has a whole view; set before the first step.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GradientNorms:
         self._elsewhere, self._device = elsewhere, device
         self._is_alone, self._stages = mesh.sizes.world_size == 1, mesh.sizes.pipeline
         self._names = list(dict.fromkeys(self._canonical.values()))
-        self.reads: ParameterReads | None = None
+        self.reads: ParameterReads
 
     def of_parameters(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return FQN -> norm of every parameter that has a gradient, the same on every rank.
@@ -92,11 +92,6 @@ class GradientNorms:
                 raise
             raise told from error
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Surrounds what this package does itself while hooks run."""
-        reads = self.reads
-        return nullcontext() if reads is None or not reads.in_hooks else reads.paused()
-
     def _of(
         self, module: nn.Module, norm_type: float | str, group_separator: str = "/"
     ) -> dict[str, Tensor]:
@@ -114,7 +109,7 @@ class GradientNorms:
                 "grad_norm(self, norm_type) or pass one of its submodules.",
             )
         start = f"{prefix}." if prefix else ""
-        with self.paused():
+        with self.reads.paused_in_hooks():
             norms_of_all = self.of_parameters(norm_type).items()
         # Names are those below the module that was asked for, as Lightning's function gives them.
         found = {n.removeprefix(start): norm for n, norm in norms_of_all if n.startswith(start)}
@@ -133,12 +128,12 @@ class GradientNorms:
     ) -> Tensor:
         """Do what `torch.nn.utils.get_total_norm` does, for gradients over the whole mesh."""
         asked = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if self._stages > 1 and self.reads is not None:
+        if self._stages > 1:
             self.reads.agree(self._names_of(asked))
         grads = [grad for grad in asked if not isinstance(grad, AbsentParameter)]
         # What is no gradient of the model is taken to be alike on every rank.
         square = torch.zeros(1, 1, dtype=torch.float64, device=self._device)
-        with self.paused():
+        with self.reads.paused_in_hooks():
             owners = {id(p.grad): id(p) for p in self._module.parameters() if p.grad is not None}
             if powers := [self._power(g, norm_type, owners.get(id(g))) for g in grads]:
                 stacked = torch.stack(powers)
@@ -175,7 +170,7 @@ class GradientNorms:
 
     def _names_of(self, asked: Sequence[Tensor]) -> str:
         """Return which norm is asked for, the same text on the stages that ask for the same."""
-        with self.paused():
+        with self.reads.paused_in_hooks():
             held = [(n, p.grad) for n, p in self._module.named_parameters() if p.grad is not None]
             names = {id(grad): self._canonical[name] for name, grad in held}
             for grad in asked:

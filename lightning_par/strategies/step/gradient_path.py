@@ -223,13 +223,8 @@ class GradientPath:
             yield action(f"{verdict} if the norm or a loss is not finite", Phase.STEP, self._refuse)
         yield action("clip", Phase.CLIP, self._clip)
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Surrounds what this package does itself while a hook sees the whole model."""
-        reads = self.norms.reads
-        return nullcontext() if reads is None or not reads.in_hooks else reads.paused()
-
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        with self.paused():
+        with self.norms.reads.paused_in_hooks():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)
@@ -537,7 +532,7 @@ class MeshPrecision(Precision):
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=True)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        with self.gradients.paused():
+        with self.gradients.norms.reads.paused_in_hooks():
             parameters = list(self.main_params(optimizer))
         self.gradients.before_step(parameters)
         try:

@@ -16,7 +16,7 @@ Length: steps and hooks read the same parameters, and what a step writes is kept
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +219,10 @@ class ParameterReads:
                 yield
         finally:
             self._view, self.active = before
+
+    def paused_in_hooks(self) -> AbstractContextManager[None]:
+        """As `paused`, where a hook may be at work or not; it is asked in every step."""
+        return self.paused() if self.in_hooks else nullcontext()
 
     @property
     def in_hooks(self) -> bool:
