@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_par.engine.experts.apply import balances_routers
 from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.stages import find_stages
@@ -84,6 +85,7 @@ def derive_plan(model: Any) -> ParallelPlan:
         positions={"": "position_ids"} if _takes_positions(model) else None,
         captured=_captured(model, [model.get_submodule(c) for c in stages.containers]),
         experts=_experts(model),
+        replica_sums=("",) if _adds_router_loss(model) and balances_routers(model) else (),
     )
     refusals = {}
     undivided = _why_not_divided(model, len(stages.containers))
@@ -93,6 +95,13 @@ def derive_plan(model: Any) -> ParallelPlan:
     whole = _why_whole_batch(model)
     if whole is not None:
         refusals["batch"] = whole + " " + _PASTE.format("")
+    elif plan.replica_sums:
+        refusals["microbatches"] = (
+            f"{type(model).__name__} adds an auxiliary loss of its routers, a product of means "
+            "over all tokens of a batch, but a stage computes one micro-batch after another. Use "
+            "num_microbatches=1, or set output_router_logits=False in the configuration of the "
+            "model."
+        )
     name = type(model).__name__
     if _has_liger_loss(model):
         refusals["tensor"] = (
@@ -195,6 +204,11 @@ def _experts(model: Any) -> tuple[str, ...]:
     )
 
 
+def _adds_router_loss(model: Any) -> bool:
+    configs = model.config, model.config.get_text_config()
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
 def _takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
@@ -212,7 +226,7 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
             f"{name} has cross-attention between two lists of blocks with different tokens, which "
             "context parallelism does not support. Use context_parallel_size=1."
         )
-    if getattr(config, "output_router_logits", False):
+    if _adds_router_loss(model):
         return (
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens, "
             "but no rank has all tokens. Set output_router_logits=False in the configuration of "
@@ -296,7 +310,7 @@ def _why_whole_batch(model: Any) -> str | None:
     """
     # Each of these is the loss of a whole batch: the mean over parts is another number.
     name, config = type(model).__name__, model.config
-    if getattr(config, "output_router_logits", False):
+    if _adds_router_loss(model) and not balances_routers(model):
         return (
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens of "
             "a batch, which cannot be computed from parts of the batch. Set "

@@ -188,7 +188,8 @@ class ParallelPlan:
             follow where `expert_max_rows` is given. Or they have ``num_experts``, and take tokens,
             the experts of each and the weights of these, as experts of transformers do.
         replica_sums: FQN patterns of modules whose output, a tensor without a gradient, is summed
-            over the replicas in training.
+            over the replicas in training. Or a model of transformers whose loss balances experts;
+            the empty pattern is the model itself.
         checkpointable: FQN patterns of parts whose activations may be recomputed.
         positions: FQN pattern -> the keyword of its `forward` that takes the place of every token
             in its sequence, [1, T]; the empty pattern is the model itself. Where sequences are
@@ -202,8 +203,9 @@ class ParallelPlan:
         sequence_region: Where sequence parallelism shards activations: ``"model"``, from the
             embedding to the head; ``"blocks"``, from the input of the first block to the output of
             the last; or ``"none"``, nowhere, as with ``sequence_parallel=False``.
-        refusals: ``"pipeline"``, ``"tensor"``, ``"context"`` or ``"batch"`` -> why the model is not
-            cut so, or a batch not divided among replicas and micro-batches, and what to declare.
+        refusals: ``"pipeline"``, ``"tensor"``, ``"context"``, ``"batch"`` or ``"microbatches"`` ->
+            why the model is not cut so, or a batch not divided among replicas and micro-batches, or
+            only not among micro-batches, and what to declare.
 
     Examples:
         >>> plan = ParallelPlan(
@@ -291,7 +293,7 @@ class ParallelPlan:
             divided={dot + k: v for k, v in self.divided.items()},
             counts={dot + k: v for k, v in self.counts.items()},
             experts=tuple(dot + f for f in self.experts),
-            replica_sums=tuple(dot + f for f in self.replica_sums),
+            replica_sums=tuple(dot + f if f else prefix for f in self.replica_sums),
             checkpointable=tuple(dot + f for f in self.checkpointable),
             positions=None
             if self.positions is None

@@ -369,13 +369,14 @@ def _check_batch(
 ) -> None:
     """Refuse to divide a batch whose loss is no mean over its samples."""
     count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
-    asked = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
-    asked += [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
+    replicas = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
+    parts = [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
         # A single micro-batch is the whole batch, whatever the loss is.
         count > 1
     )
-    if "batch" in plan.refusals and asked:
-        raise PlanError("LP211", f"{' and '.join(asked)}: {plan.refusals['batch']}")
+    for key, asked in (("batch", replicas + parts), ("microbatches", parts)):
+        if key in plan.refusals and asked:
+            raise PlanError("LP211", f"{' and '.join(asked)}: {plan.refusals[key]}")
 
 
 def check_whole(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.engine.experts.apply import without_balance
 from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.pipeline.refusals import PassedOverError, SecondCallError
 from lightning_par.engine.tensor_tree import map_tensors
@@ -398,8 +399,8 @@ class RunStart:
                 untouched(steps.module),
                 kept_settings(steps.module),
                 silent(steps.module.trainer.loggers) as watch.has_written,
-                # Parts have other shapes: torch.compile would compile the blocks anew for each of
-                # them.
+                without_balance(),
+                # Parts have other shapes, for each of which blocks would be compiled anew.
                 torch.compiler.set_stance("force_eager"),
                 self._end_of_run.watched() if name == "training_step" else nullcontext(),
                 steps.random.look([n for _, n in parts], size, steps.tokens_of(batches[0])),

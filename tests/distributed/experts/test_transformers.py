@@ -95,12 +95,33 @@ case(
     large="zero1ep2tp2",
     strategy={"expert_max_rows": 64 * CHOSEN},
 )
+_BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 case(
     "loss_that_balances_experts",
     "mixtral",
-    sizes={"output_router_logits": True},
-    refused={"zero1ep2": r"auxiliary loss of its routers.*output_router_logits=False"},
+    sizes=_BALANCED,
+    equal="zero1ep2",
+    large="zero3ep2 zero1ep2tp2",
+    refused={"zero1ep2pp2": r"auxiliary loss of its routers.*Use num_microbatches=1"},
 )
+case(
+    "loss_that_balances_experts_in_one_microbatch",
+    "qwen3_moe",
+    sizes=_BALANCED,
+    large="zero1ep2pp2",
+    strategy={"num_microbatches": 1},
+)
+
+
+@CASES.add(equal="zero0", large="zero3 zero1ep2", tolerance=1e-6)
+def loss_that_balances_experts_without_padding() -> Any:
+    rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in tokens()]
+    for index, row in enumerate(rows):
+        row["attention_mask"][LENGTH - index % 5 :] = 0
+        row["labels"] = row["labels"].masked_fill(row["attention_mask"] == 0, -100)
+    return Family(model("mixtral", **_BALANCED)), rows
+
+
 case(
     "experts_that_do_not_divide",
     "qwen3_moe",

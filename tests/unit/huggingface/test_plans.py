@@ -29,7 +29,7 @@ def test_derived_plan_covers_every_parameter_and_fits(family: str) -> None:
     module = HFModule(family)
     plan = find_plan(module)
     assert plan is not None
-    assert set(plan.refusals) == ({"batch", "context"} if family == "mixtral aux" else set())
+    assert set(plan.refusals) == ({"microbatches", "context"} if family == "mixtral aux" else set())
     check_plan(module, plan, ParallelSizes(tensor=2, pipeline=3))  # a bare parameter is refused
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     assert hash(plan) == hash(find_plan(module))
