@@ -8,11 +8,12 @@ refused when the axis is asked for: a style that is passed over gives wrong grad
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
-from lightning_par.engine.experts.apply import balances_routers
+from lightning_par.engine.experts.router_balance import balances_routers
 from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.stages import find_stages
@@ -205,7 +206,9 @@ def _experts(model: Any) -> tuple[str, ...]:
 
 
 def _adds_router_loss(model: Any) -> bool:
-    configs = model.config, model.config.get_text_config()
+    configs = [model.config]
+    with suppress(ValueError):  # several text configurations, of encoder and decoder
+        configs.append(model.config.get_text_config())
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 

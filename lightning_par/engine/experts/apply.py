@@ -13,22 +13,19 @@ an expert over m. An expert's gradient holds the tokens of all n ranks, so what 
 experts is divided by n, and multiplied again on its way out. Only tokens are scaled, no weights.
 """
 
-import inspect
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lightning_par.engine.collectives import all_reduce, copy_to_group, reduce_to_whole
+from lightning_par.engine.collectives import all_reduce
+from lightning_par.engine.experts.router_balance import balance_over_replicas, balances_routers
 from lightning_par.engine.experts.token_dispatch import (
     compute_by_forward,
     computes_rows,
@@ -50,14 +47,9 @@ __all__ = [
     "ExpertParallel",
     "apply_expert_parallel",
     "apply_replica_sums",
-    "balances_routers",
     "check_experts",
     "expert_shard_dim",
-    "without_balance",
 ]
-
-_BALANCE = "load_balancing_loss_func"
-_is_left_out = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -262,7 +254,7 @@ def _compute_in_a_call(module: nn.Module) -> None:
     module.compute = compute_in_a_call  # type: ignore[assignment]
 
 
-def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.ProcessGroup) -> None:
+def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.ProcessGroup) -> bool:
     """Sum what the modules of `ParallelPlan.replica_sums` compute over the replicas.
 
     Args:
@@ -270,14 +262,19 @@ def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.Pro
         resolved: The resolved plan.
         group: Process group of the replicas.
 
-    **Communicates**: one all-reduce of each output in training; of a model that `balances_routers`,
-    one of 2E + 1 numbers, and one in the backward.
+    Returns:
+        Whether there is a model whose loss balances experts, see Note [Router balance].
+
+    **Communicates**: one all-reduce of each output in training; and `balance_over_replicas`.
     """
     if group.size() == 1:
-        return
-    for module in matching_modules(model, resolved.plan.replica_sums).values():
-        around = _balanced if balances_routers(module) else _summed
+        return False
+    modules = matching_modules(model, resolved.plan.replica_sums).values()
+    balancing = [module for module in modules if balances_routers(module)]
+    for module in modules:
+        around = balance_over_replicas if module in balancing else _summed
         wrap_forward(module, partial(around, module, group), "replica_sum")
+    return bool(balancing)
 
 
 def _summed(module: nn.Module, group: dist.ProcessGroup, inner: Forward) -> Forward:
@@ -287,92 +284,6 @@ def _summed(module: nn.Module, group: dist.ProcessGroup, inner: Forward) -> Forw
         return all_reduce(out.detach(), group) if module.training else out
 
     return forward
-
-
-def balances_routers(model: nn.Module) -> bool:
-    """Whether a model adds the loss of transformers that balances the experts of all its layers.
-
-    Args:
-        model: Its forward finds this loss by name in its own file.
-    """
-    function = getattr(_file_of(model.forward), _BALANCE, None)
-    if function is None:
-        return False
-    # Compared by values, as each file of transformers has a function of its own.
-    logits = tuple(torch.arange(float(n), n + 24).sin().view(6, 4) for n in (1, 40))
-    masks = None, torch.tensor([[1, 1, 0], [1, 0, 1]])
-    try:
-        found = [(function(logits, 4, 2, m), _balance(logits, 4, 2, m)) for m in masks]
-        return all(torch.allclose(theirs, ours) for theirs, ours in found)
-    except Exception:  # it takes or gives something else
-        return False
-
-
-def _file_of(forward: Forward) -> Any:
-    return sys.modules.get(inspect.unwrap(forward).__module__)
-
-
-def _balanced(module: nn.Module, group: dist.ProcessGroup, inner: Forward) -> Forward:
-    file = _file_of(inner)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # Replicas may generate different numbers of tokens, which have no loss.
-        if not module.training and kwargs.get("labels") is None:
-            return inner(*args, **kwargs)
-        with replaced(file, _BALANCE, partial(_balance, group=group)):
-            return inner(*args, **kwargs)
-
-    return forward
-
-
-@contextmanager
-def without_balance() -> Iterator[None]:
-    """Leave the losses that `apply_replica_sums` sums out, where losses of parts of a batch are
-    compared with that of the batch, of which these are no mean.
-    """
-    with replaced(sys.modules[__name__], "_is_left_out", True):
-        yield
-
-
-def _balance(
-    gate_logits: Any,
-    num_experts: Any = None,
-    top_k: int = 2,
-    attention_mask: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Any:
-    """Return E times the sum over experts of their share of tokens times their mean probability.
-
-    Args:
-        gate_logits: Of every layer, [N, E].
-        num_experts: E.
-        top_k: Experts of a token.
-        attention_mask: [B, T], 0 where a token does not count.
-        group: Ranks whose tokens count, too.
-    """
-    if not isinstance(gate_logits, tuple):
-        return 0
-    device = gate_logits[0].device
-    sums = [_router_sums(logits.to(device), top_k, attention_mask) for logits in gate_logits]
-    total = torch.stack(sums).sum(0)
-    if group is not None and _is_left_out:
-        return total.sum() * 0
-    if group is not None:
-        # Every rank adds the same loss, with its own weight in that of the step: the gradients of
-        # all of them come back, as their weights have the sum 1.
-        total = copy_to_group(reduce_to_whole(total, group), group)
-    shares, means = (total[:-1] / total[-1]).chunk(2)
-    return (shares.detach() * means).sum() * num_experts
-
-
-def _router_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
-    """Return the number of tokens and the sum of probabilities of every expert, and of tokens."""
-    probabilities = logits.softmax(-1)
-    chosen = probabilities.topk(top_k, -1).indices
-    probabilities = probabilities.float()
-    load = torch.zeros_like(probabilities).scatter(1, chosen, 1.0)
-    counted = torch.ones_like(load[:, :1]) if mask is None else mask.reshape(-1, 1).to(load)
-    return torch.cat([load * counted, probabilities * counted, counted], 1).sum(0)
 
 
 def _with_local_parameters(module: nn.Module, inner: Forward) -> Forward:

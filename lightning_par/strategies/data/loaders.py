@@ -108,6 +108,7 @@ class ReplicaLoaders:
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
             if samples_differ(dataloader, device, divided):
+                self._check_experts(divided)
                 # FSDP2 gathers in every forward, with all ranks: a replica that has no batch left
                 # would be missed.
                 self._hold()
@@ -178,6 +179,22 @@ class ReplicaLoaders:
                 turns = zip_longest(*parts, fillvalue=_NOTHING)
                 # In place: the Trainer has taken this list already.
                 predictions[:] = [one for turn in turns for one in turn if one is not _NOTHING]
+
+    def _check_experts(self, divided: ReplicaBatches | None) -> None:
+        """Refuse to predict unequal numbers of batches with experts of other replicas, which answer
+        in each of their own batches only.
+        """
+        if divided is None or self._mesh.sizes.expert == 1:
+            return
+        replicas = self._mesh.sizes.data
+        raise ConfigurationError(
+            "LP334",
+            f"trainer.predict() with expert_parallel_size={self._mesh.sizes.expert}: the loader "
+            f"gives a number of batches that {replicas} replicas cannot share equally. Each batch "
+            "uses experts on other replicas, so every replica needs equally many batches. Choose "
+            f"a batch_size that gives a multiple of {replicas} batches, or predict with "
+            "expert_parallel_size=1.",
+        )
 
     def _mute_writers(self) -> None:
         """Let writers of predictions write on the first rank of a replica only, unless all ranks

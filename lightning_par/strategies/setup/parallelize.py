@@ -152,6 +152,7 @@ def parallelize(  # house: the order, in one place
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding, options)
     gradients.form, gradients.norms.reads = steps.form, steps.reads
+    steps.balances = parts.balances
     # Last: what the module has now is its parallel form, to which a later run returns.
     forms.become_parallel()
     if isinstance(skeleton, Skeleton):
@@ -206,6 +207,7 @@ class _Parts:
     tensor: TensorParallel | None
     weight_gradients: WeightGradients
     sequence: ShardedSequence | None
+    balances: bool
 
 
 def _apply(
@@ -216,7 +218,7 @@ def _apply(
     """
     # First: everything below leaves out what is a stub, as it has no parameters and no forward.
     stages, bounds, rank_of_stage = _split_stages(module, resolved, mesh, options)
-    apply_replica_sums(module, resolved, mesh.token_group)
+    balances = apply_replica_sums(module, resolved, mesh.token_group)
     # Experts before tensor styles: what wraps a forward later is outside, see Note [Order of
     # wrappers], and a style gives the experts its tokens.
     experts = apply_expert_parallel(module, resolved, mesh, options.expert_max_rows)
@@ -233,6 +235,7 @@ def _apply(
         # Last: recomputation and compilation have to enclose all that changes a block's forward.
         weight_gradients=prepare_blocks(module, resolved, bounds, rank_of_stage, mesh, options),
         sequence=sequence,
+        balances=balances,
     )
 
 

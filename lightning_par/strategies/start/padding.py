@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.engine.experts.router_balance import own_balance
 from lightning_par.engine.tensor_tree import map_tensors, tensors_of
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
@@ -75,7 +76,7 @@ class PaddingLook:
         parts = [(taken, len(rows) or 1), (cut or taken, len(rows) or 1)]
         difference = math.nan
         try:
-            with WithoutDropout():
+            with WithoutDropout(), own_balance():
                 seen, _ = run(parts, made=True)
             difference = difference_of(seen.losses) if cut else math.nan
         except ConfigurationError:  # the step does not take them, on any rank

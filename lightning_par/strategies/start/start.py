@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import BatchDims, take_samples
-from lightning_par.engine.experts.apply import without_balance
+from lightning_par.engine.experts.router_balance import without_balance
 from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.pipeline.refusals import PassedOverError, SecondCallError
 from lightning_par.engine.tensor_tree import map_tensors

@@ -20,6 +20,7 @@ from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import BatchDims, BatchDimsFinder
 from lightning_par.engine.data.equal_copies import EqualCopies
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.experts.router_balance import shared_balance
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.mesh import ParallelMesh
@@ -153,6 +154,7 @@ class StepRunner:
         is_outside: Whether a hook on this rank's parts is at work, between a backward and a step.
         shown: Steps of which hooks of a user's read what they return.
         begun: Context and arguments of the present training step, batch dims, and micro-batches.
+        balances: Whether the model adds a loss that balances experts over all replicas.
     """
 
     def __init__(  # house: half of it names what it is given
@@ -177,7 +179,7 @@ class StepRunner:
         self.module, self.sequence, self.reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self.batch_layout, self.sharding, self._activity = batch_layout, sharding, activity
-        self._in_step = self.is_outside = False
+        self._in_step = self.is_outside = self.balances = False
         self.shown: frozenset[str] = frozenset()
         # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
@@ -347,6 +349,8 @@ class StepRunner:
                 self.looks.before_training(*self.begun, known)
                 if self.pipeline is not None and self.form.is_asked:
                     self.pipeline.form = self.form
+            if self.balances:
+                opened.enter_context(self._shared_balance())
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 random = self.random.step(samples, count, self.tokens_of(args[0]), self.share)
@@ -385,6 +389,11 @@ class StepRunner:
             step.opened = opened.pop_all()
             return output, step
 
+    def _shared_balance(self) -> AbstractContextManager[None]:
+        weigher = self.weigher
+        is_lost = lambda: weigher.last is not None and bool(weigher.last.zero)  # noqa: E731
+        return shared_balance(repeats=weigher.fills, is_sum=weigher.rule.is_sum, is_lost=is_lost)
+
     def has_valid_labels(self, batch: Any) -> Tensor | None:
         """Return whether any label of a batch counts; None if every sample counts."""
         return self.weigher.has_valid_labels(batch)
@@ -412,6 +421,8 @@ class StepRunner:
                 opened.enter_context(self.weigher.on_whole_sequences())
                 self._check_tokens(args[0], has_labels=not predicts)
             weighted = self.weigher.is_needed and not predicts
+            if self.balances and not predicts:
+                opened.enter_context(self._shared_balance())
             dims = self.dims_of(args[0], predicts=predicts)
             self.random, samples = known.random, dims.size or 1
             if self.pipeline is not None and not known.is_whole:

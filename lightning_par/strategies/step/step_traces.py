@@ -313,8 +313,13 @@ def _of_global_batch(
     # Lightning's mean divides by the number R of replicas:
     # mean(v_r * n_r * R / N) = sum(v_r * n_r) / N.
     if name in weights.by_samples:
-        return value * (sum(weights.sizes) * weights.replicas) / weights.samples, options
-    return weigh(value, weights.total), options
+        scaled = value * (sum(weights.sizes) * weights.replicas) / weights.samples
+    else:
+        scaled = weigh(value, weights.total)
+    # In the dtype that Lightning gives to the same value of a replica that repeats a sample: one
+    # collective takes both.
+    is_kept = value.dtype in (torch.float32, torch.float64)
+    return scaled.to(value.dtype if is_kept else torch.get_default_dtype()), options
 
 
 def join_over_context(

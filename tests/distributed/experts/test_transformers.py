@@ -1,5 +1,6 @@
 """Mixtures of experts of transformers, which need no plan: divided, and equal to one process."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_par
 from lightning_par.callbacks import CommunicationProfiler
 from lightning_par.dtensor import local_part
+from lightning_par.errors import ConfigurationError
 from lightning_par.verification.rehearse import rehearse_apart
 from tests.distributed.user_code.test_families import Family, tokens
 from tests.support.models.mixture import layout
 from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
-from tests.support.user_code import Cases
+from tests.support.user_code import Cases, LAYOUTS
 
 CASES = Cases(__name__)
 EXPERTS, LAYERS, DIM, FF, LENGTH, CHOSEN = 4, 2, 32, 16, 8, 2
@@ -122,6 +124,56 @@ def loss_that_balances_experts_without_padding() -> Any:
     return Family(model("mixtral", **_BALANCED)), rows
 
 
+@CASES.add(refused={"zero0 zero1ep2": "no label of a replica's batch counts"})
+def loss_that_balances_experts_of_a_replica_without_labels() -> Any:
+    rows = tokens()
+    for row in rows[1::2]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    return Family(model("mixtral", **_BALANCED)), rows
+
+
+class Summed(Family):
+    def loss(self, batch: Any) -> Any:
+        logits = self.net(input_ids=batch["input_ids"])
+        summed = torch.nn.functional.cross_entropy(
+            logits.logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
+        return summed + logits.aux_loss
+
+
+@CASES.add(refused={"zero0": "a sum over the samples"})
+def loss_that_balances_experts_beside_a_sum() -> Any:
+    return Summed(model("mixtral", **_BALANCED)), tokens()
+
+
+def _unequal_rows() -> list[Any]:
+    rows = tokens()
+    return [
+        {name: value[: LENGTH - index % 2 - 4 * (index // 2 % 2)] for name, value in row.items()}
+        for index, row in enumerate(rows)
+    ]
+
+
+def _padded(rows: list[Any]) -> Any:
+    length = max(len(row["labels"]) for row in rows)
+
+    def pad(name: str, value: int) -> Any:
+        return torch.stack(
+            [
+                torch.nn.functional.pad(r[name], (0, length - len(r[name])), value=value)
+                for r in rows
+            ]
+        )
+
+    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100)}
+
+
+@CASES.add(refused={"zero0": "padding changes the loss"})
+def loss_that_balances_experts_with_padding() -> Any:
+    """Without a mask padding counts, and each replica pads to its own longest row."""
+    return Family(model("mixtral", **_BALANCED)), _unequal_rows(), _padded
+
+
 case(
     "experts_that_do_not_divide",
     "qwen3_moe",
@@ -139,6 +191,48 @@ case(
 def test_equal_or_refused(name: str, place: str, refusal: str | None) -> None:
     """Check one cell of the table; the first step is proved, too."""
     CASES.check(name, place, refusal)
+
+
+class Balanced(Family):
+    """Logs the loss of evaluations, and predicts it from batches with labels."""
+
+    def __init__(self) -> None:
+        super().__init__(model("mixtral", **_BALANCED))
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch).expand(len(batch["labels"]))
+
+
+def fit_uneven(rank: int, world: int, place: str | None) -> Any:
+    """Train, evaluate and predict on 7 samples, two in a batch, of which the last has one."""
+    torch.manual_seed(5)
+    module, loader = Balanced(), DataLoader(tokens(7), 2 // world)
+    strategy = "auto" if place is None else lightning_par.Hybrid3DStrategy(**LAYOUTS[place])
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_epochs=2, proves=True)
+    trainer.fit(module, loader, loader)
+    validated = float(trainer.callback_metrics["val_loss"])
+    refusal = pytest.raises(ConfigurationError, match="a multiple of 2 batches")
+    with refusal if place == "zero1ep2" else nullcontext():
+        assert len(torch.cat(trainer.predict(module, loader))) == 7
+    if place == "zero1ep2":  # the cure
+        assert len(torch.cat(trainer.predict(module, DataLoader(tokens(8), 2)))) == 8
+    return module.losses, validated
+
+
+@pytest.mark.parametrize("place", ["zero0", "zero1ep2"])
+def test_balance_of_a_batch_that_is_not_full(place: str) -> None:
+    """A replica repeats a sample, which counts nowhere; predictions are of a replica's batch."""
+    losses, validated = fit_uneven(0, 1, None)
+    for found in run_ranks(fit_uneven, 2, place, timeout=120):
+        assert found[0] == pytest.approx(losses, abs=1e-5)
+        assert found[1] == pytest.approx(validated, abs=1e-5)
 
 
 class Sent(CommunicationProfiler):
