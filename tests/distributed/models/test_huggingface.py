@@ -144,7 +144,9 @@ def assert_equal(
     wanted = one_process(**run)
     part = {**run, "batch_size": 4 // replicas, "by_name": by_name}
     results: list[Result] = run_ranks(train_rank, world, options, part, timeout=150)
-    close = {"rtol": 0, "atol": TOLERANCE}
+    # transformers sums what balances experts in float32, replicas in another order.
+    is_summed = family == "mixtral aux" and replicas > 1
+    close = {"rtol": 0, "atol": 1e-7 if is_summed else TOLERANCE}
     ties = tied_names(family)
     for rank, result in enumerate(results):
         torch.testing.assert_close(result["losses"], wanted["losses"], **close)
