@@ -412,7 +412,7 @@ class MeshProcesses:
             self._mesh = build_mesh(self.sizes, self.device.type, timeout)
         # Of the mesh before: which collectives are refused depends on its sizes.
         self._collectives.close()
-        self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
+        self._collectives.enter_context(check_world_collectives(self._mesh, self.activity))
         self._collectives.enter_context(whole_random_draws())
 
     def choose(self, sizes: ParallelSizes) -> None:

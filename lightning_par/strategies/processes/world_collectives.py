@@ -1,8 +1,8 @@
 """Collectives that the user's code asks for: they go over the replicas, or are refused.
 
 Ranks of one replica have the same samples. A sum or a gather over all ranks, which is what
-`torch.distributed` does without a group, would count each sample once for every rank of its
-replica; behind the blocks of a pipeline only the ranks of its last stage would get there.
+`torch.distributed` and torchmetrics do without a group, would count each sample once for every rank
+of its replica; behind the blocks of a pipeline only the ranks of its last stage would get there.
 """
 
 import sys
@@ -17,13 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_par.engine.activity import Activity
+from lightning_par.engine.activity import Activity, ActivityRecord
 from lightning_par.engine.collectives import all_gather, gather_partial
+from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
-from lightning_par.upstream.functions import copied_function, diverted
+from lightning_par.upstream.functions import copied_function, diverted, replaced
+from lightning_par.upstream.torchmetrics import set_update_count
 
 __all__ = ["check_world_collectives", "gather_over_replicas", "user_frame"]
 
@@ -97,19 +100,21 @@ def _check_tokens(mesh: ParallelMesh, tensor: Tensor) -> None:
 
 
 @contextmanager
-def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterator[None]:
+def check_world_collectives(mesh: ParallelMesh, activity: Activity) -> Iterator[None]:
     """Inside, collectives of the user's code over all ranks are refused where they would count
-    samples several times, or would not be reached by all ranks.
+    samples several times, or would not be reached by all ranks. Metrics go over the replicas.
 
     Args:
-        sizes: Of the mesh.
+        mesh: Mesh of this run.
         activity: Tells whether a pipeline runs the user's step.
     """
+    sizes = mesh.sizes
     # Every rank is a replica: all collectives mean what they say.
     if sizes.data == sizes.world_size:
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(replaced(Metric, "sync", _synced(Metric.sync, mesh, activity)))
         for name in (*_COUNTING, *_TOGETHER):
             function = getattr(dist.distributed_c10d, name)  # also while `dist` has another
             check = partial(_check, sizes, activity, name)
@@ -118,6 +123,51 @@ def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterato
             original = copied_function(function)
             stack.enter_context(diverted(function, _checked(original, check)))
         yield
+
+
+def _synced(
+    original: Callable[..., None], mesh: ParallelMesh, activity: Activity
+) -> Callable[..., None]:
+    """Return `Metric.sync` for metrics that no module holds, such as those of a callback or in a
+    dict: `bind_metrics` does not find them, nor does anything else before they are used.
+    """
+
+    @wraps(original)
+    def sync(
+        self: Metric,
+        dist_sync_fn: Any = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:
+        is_there = distributed_available or self.distributed_available_fn
+        # Not on the one rank that repeats a step alone, where `is_there` says no.
+        if should_sync and not (process_group or self.process_group) and is_there and is_there():
+            process_group = mesh.token_group
+            if mesh.sizes.pipeline > 1:
+                # A stage that takes its own value from the cache would not join the others.
+                self.compute_with_cache = False
+                if not _is_in_stage(mesh.sizes, activity.now()):
+                    _share_states(self, mesh.group("pp"))
+        original(self, dist_sync_fn, process_group, should_sync, distributed_available)
+
+    return sync
+
+
+def _share_states(metric: Metric, stages: dist.ProcessGroup) -> None:
+    """Give the states of a metric that a step has updated, on the last stage only, to all stages.
+
+    **Communicates**: over the stages the numbers of updates; if they differ, the states.
+    """
+    counts: list[Any] = [None] * stages.size()
+    dist.all_gather_object(counts, metric.update_count, group=stages)
+    if len(set(counts)) == 1:  # by a hook, which every stage runs
+        return
+    source = dist.get_global_rank(stages, counts.index(max(counts)))
+    held = {name: to_cpu(getattr(metric, name)) for name in metric.metric_state}
+    for name, value in broadcast_object(held, source, stages).items():
+        setattr(metric, name, map_tensors(value, lambda tensor: tensor.to(metric.device)))
+    set_update_count(metric, max(counts))
 
 
 def _checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
@@ -136,11 +186,14 @@ def _checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Call
     return run
 
 
+def _is_in_stage(sizes: ParallelSizes, doing: ActivityRecord) -> bool:
+    """Return whether a pipeline runs a step, where only the last stage gets to its end."""
+    return sizes.pipeline > 1 and bool(doing.action) and doing.micro_batch >= 0
+
+
 def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None:
     """Refuse a collective over all ranks that the user's code calls."""
-    doing = activity.now()
-    # Inside of a step under a pipeline only the last stage gets to this line.
-    in_stage = sizes.pipeline > 1 and bool(doing.action) and doing.micro_batch >= 0
+    in_stage = _is_in_stage(sizes, activity.now())
     is_same = name in _TOGETHER or (op is not None and _name_of(op) in _SAME_OF_COPIES)
     if is_same and not in_stage:
         return

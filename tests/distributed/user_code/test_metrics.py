@@ -309,6 +309,57 @@ def test_a_metric_that_depends_on_how_a_batch_is_cut_is_named(layout: str) -> No
     assert (layout == "zero1") == any("validation_step" in text for text in told)
 
 
+class Outside(Callback):
+    """Has metrics of its own, which hooks update; the step updates some that are in a dict."""
+
+    def __init__(self) -> None:
+        self.sum, self.mean, self.found = SumMetric(), MeanMetric(), []
+        self.of_step = {"sum": SumMetric(), "mean": MeanMetric()}
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, *_: Any):
+        self.sum.update(batch[1])
+        self.mean.update(out.mean(), len(out))
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        for metric in (self.sum, self.mean, *self.of_step.values()):
+            self.found += [float(metric.compute()), float(metric.compute())]
+        self.sum.reset()  # the others go on
+
+
+class Updating(PlainModule):
+    def __init__(self, metrics: dict[str, Metric]) -> None:
+        super().__init__()
+        self.metrics = metrics
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        self.metrics["sum"].update(batch[1])
+        self.metrics["mean"].update(logits.mean((1, 2)))
+        return logits.mean((1, 2))
+
+
+def _measure_outside(rank: int, world: int, layout: str | None) -> list[float]:
+    seed_everything(0, verbose=False)
+    outside = Outside()
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, precision="64-true", max_epochs=2, callbacks=[outside]
+    )
+    samples = token_pairs()[:24]
+    batch_size = 4 if layout == "zero1" else 8
+    loaders = [DataLoader(part, batch_size) for part in (samples, samples[:16])]
+    trainer.fit(Updating(outside.of_step).double(), *loaders)
+    return outside.found
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero1"])
+def test_metrics_that_no_module_holds_count_each_sample_once(layout: str) -> None:
+    (found,) = run_ranks(_measure_outside, 1, None)
+    assert len(found) == 24  # the sanity check, and two epochs
+    for got in run_ranks(_measure_outside, 2, layout, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+
+
 class Late(PlainModule):
     """Logs numbers that are 0 until the weights have moved."""
 
