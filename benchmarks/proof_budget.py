@@ -21,16 +21,16 @@ from lightning_par.strategies import Hybrid3DStrategy
 
 
 class _Spent(Callback):
-    """Prints what the later proofs have taken, at the end of a run of some seconds."""
+    """Prints what the later proofs have taken, at the end of a run of some seconds of CPU time."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._began = seconds, 0.0
+        self._seconds, self._began, self._busy = seconds, 0.0, 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 1:
-            self._began = time.perf_counter()
+            self._began, self._busy = time.perf_counter(), time.process_time()
         if trainer.global_step % 10 == 9:
-            late = time.perf_counter() - self._began > self._seconds
+            late = time.process_time() - self._busy > self._seconds
             trainer.should_stop = bool(trainer.strategy.broadcast(late))
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -38,7 +38,9 @@ class _Spent(Callback):
             strategy: Any = trainer.strategy
             proof, seconds = strategy.start.proof, time.perf_counter() - self._began
             share, told = proof._cadence._spent / seconds, proof.outcomes
-            print(f"{trainer.global_step} steps in {seconds:.0f} s, {share:.2%} of it: {told}")
+            busy = time.process_time() - self._busy
+            print(f"{trainer.global_step} steps in {seconds:.0f} s, {busy:.0f} s of CPU time")
+            print(f"later proofs took {share:.2%} of the seconds: {told}", flush=True)
 
 
 def step_times(arguments: Arguments, *, layout: str, size: str) -> None:
@@ -76,11 +78,13 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--size", default="tiny", choices=list(SIZES))
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the run with proofs")
+    parser.add_argument("--seconds", type=float, default=120.0, help="CPU time of the run")
+    parser.add_argument("--only-budget", action="store_true", help="without step times")
     options = parser.parse_args()
     for layout in options.layouts:
-        body = partial(step_times, layout=layout, size=options.size)
-        launch(body, read_arguments(options), ranks=2)
+        if not options.only_budget:
+            body = partial(step_times, layout=layout, size=options.size)
+            launch(body, read_arguments(options), ranks=2)
         run = partial(budget, layout=layout, size=options.size, seconds=options.seconds)
         launch(run, read_arguments(options), ranks=2)
 

@@ -9,7 +9,8 @@ and no gradient, at the price of gathering each parameter some three times.
 
 The mesh takes forward and backward again after the step, without dropout, with the weights it has
 then, and keeps its gradients in place while rank 0 asks for them. So nothing of the step itself has
-to be copied. What follows the backward, which are hooks and the update, is not compared.
+to be copied. What follows the backward, which are hooks and the update, is not compared. A step of
+validation, test or prediction has no backward: rank 0 takes it so, before the mesh does.
 """
 
 import math
@@ -45,7 +46,7 @@ from lightning_par.upstream.dispatch import operator_schema, TorchDispatchMode
 from lightning_par.upstream.pytree import tree_leaves
 from lightning_par.upstream.tensor import storage_key
 
-__all__ = ["GatheredWhenRead", "TooLongError", "compare_by_blocks"]
+__all__ = ["GatheredWhenRead", "TooLongError", "compare_by_blocks", "evaluate_by_blocks"]
 
 _Kind = Literal["value", "gradient"]
 _WATCHED = 2**26
@@ -117,6 +118,41 @@ def compare_by_blocks(
                 pieces.end()
 
         return agree(judged)  # type: ignore[no-any-return]
+
+
+def evaluate_by_blocks(
+    model: ParallelModel,
+    judge: Judge | None,
+    step: Callable[[Judge], Any],
+    longest: float = math.inf,
+) -> Any:
+    """Run an evaluation step on rank 0, where parameters are gathered while operators read them.
+
+    Args:
+        model: The model on the mesh.
+        judge: On rank 0: its step begins with no tensors, and gets them here.
+        step: Runs the step, on rank 0.
+        longest: Seconds after which no operator reads a parameter any more.
+
+    Returns:
+        On rank 0 what `step` returns; elsewhere None.
+
+    **Communicates**: the forms of parameters and the buffers, then every parameter that the step
+    reads to rank 0, one by one.
+    """
+    model.sharding.release()
+    forms, buffers, pieces = gather_forms(model), gather_buffers(model), _Pieces(model)
+    if judge is None:
+        pieces.serve()
+        return None
+    try:
+        parameters = _all_without_memory(judge, forms)
+        start = replace(judge.given.start, tensors={**buffers, **parameters})
+        judge.given = replace(judge.given, start=start)
+        with _reading(parameters, pieces, longest):
+            return step(judge)
+    finally:
+        pieces.end()
 
 
 class _Pieces:
@@ -245,10 +281,7 @@ class _Reference:
         buffers: Mapping[str, Tensor],
     ) -> None:
         self._pieces, self._caller = pieces, judge
-        self._parameters = {
-            name: _without_memory(parameter, forms[name], judge.device)
-            for name, parameter in judge.skeleton.module.named_parameters()
-        }
+        self._parameters = _all_without_memory(judge, forms)
         self._tensors: dict[str, Tensor] = {**buffers, **self._parameters}
         trains = frozenset(name for name, form in forms.items() if form.is_trained)
         start = replace(judge.given.start, tensors=self._tensors, trains=trains)
@@ -265,8 +298,7 @@ class _Reference:
             CannotProveError: That is not known.
         """
         pieces, trained = self._pieces, self._parameters
-        room = 2 * max((p.nbytes for p in trained.values()), default=0)
-        with GatheredWhenRead(trained, self._value_of, room):
+        with _reading(trained, pieces):
             self._judge.take_again(self._tensors, drops=False)
         left = [name for name, p in trained.items() if p.requires_grad]
         for name in [name for name in left if name not in self._differences]:
@@ -274,11 +306,6 @@ class _Reference:
         found = self._judge.judge_gradients(StepRecord(losses=[loss]), self._differences)
         self._caller.difference = self._judge.difference
         return found
-
-    def _value_of(self, name: str) -> Tensor:
-        value = self._pieces.ask("value", name)
-        assert value is not None
-        return value
 
     def _prepare(self, module: pl.LightningModule) -> None:
         """Let the blocks of the copy keep their inputs only, and compare each gradient at once."""
@@ -294,6 +321,28 @@ class _Reference:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         self._differences.add(name, self._pieces.ask("gradient", name), gradient.cpu())
+
+
+def _reading(
+    parameters: Mapping[str, nn.Parameter], pieces: _Pieces, longest: float = math.inf
+) -> GatheredWhenRead:
+    """Return the mode in which operators read parameters of the mesh, for so many seconds."""
+    room, begin = 2 * max((p.nbytes for p in parameters.values()), default=0), monotonic()
+
+    def value_of(name: str) -> Tensor:
+        if monotonic() - begin > longest:
+            minutes = f"{longest / 60:.0f} minutes"
+            raise CannotProveError(f"one process needs more than {minutes} for its batch")
+        value = pieces.ask("value", name)
+        assert value is not None
+        return value
+
+    return GatheredWhenRead(parameters, value_of, room)
+
+
+def _all_without_memory(judge: Judge, forms: Mapping[str, Form]) -> dict[str, nn.Parameter]:
+    named = judge.skeleton.module.named_parameters()
+    return {name: _without_memory(p, forms[name], judge.device) for name, p in named}
 
 
 def _without_memory(like: nn.Parameter, form: Form, device: torch.device) -> nn.Parameter:

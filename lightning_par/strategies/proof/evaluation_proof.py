@@ -5,9 +5,11 @@ weights and buffers that rank 0 gathers, and the attributes that hooks have left
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +24,12 @@ from lightning_par.observe.compare import Difference, first_beyond, measure_valu
 from lightning_par.observe.report import EvaluationRecord, StartValues, StepRecord
 from lightning_par.strategies.data.joined_batch import join_batches, samples_of
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.by_blocks import evaluate_by_blocks
 from lightning_par.strategies.proof.gathering import from_first, gather_batches, gather_state
 from lightning_par.strategies.proof.judge import agree, CannotProveError, Judge
 from lightning_par.strategies.proof.one_process import evaluate_alone, GivenStep
 from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
-from lightning_par.strategies.proof.step_proof import NOT_PROVED
+from lightning_par.strategies.proof.step_proof import LONGEST, NOT_PROVED
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.metrics import MetricsOfBatch, OF_METRIC
 from lightning_par.strategies.step.runner import EvaluationStep
@@ -105,8 +108,6 @@ class EvaluationProof:
         reason = "replicas may have different numbers of batches to predict."
         if name != "predict_step" or model.mesh.sizes.data == 1:
             run = reason_of_run(self._skeleton, model.module)
-            if isinstance(self._skeleton, Skeleton) and self._skeleton.too_large:
-                run = f"{self._skeleton.too_large}."
             if not run and model.resolved.plan.batch.local_statistics:
                 run = (
                     "BatchLayout(local_statistics=True) allows statistics over a part of the batch."
@@ -140,9 +141,10 @@ class EvaluationProof:
         self, model: ParallelModel, plugin: Precision, name: str, args: Sequence[Any]
     ) -> _Batch:
         """Run the step on one process, on rank 0."""
-        module, mesh = model.module, model.mesh
+        module, mesh, skeleton = model.module, model.mesh, self._skeleton
+        is_large = from_first(isinstance(skeleton, Skeleton) and bool(skeleton.too_large))
         start = StartValues(
-            tensors=gather_state(model),
+            tensors={} if is_large else gather_state(model),
             global_step=module.global_step,
             epoch=module.current_epoch,
             continues=False,
@@ -155,9 +157,9 @@ class EvaluationProof:
             random_states=[collect_random_states(self._device)],
         )
         judge, one = None, EvaluationRecord()
-        if isinstance(self._skeleton, Skeleton):
+        if isinstance(skeleton, Skeleton):
             judge = Judge(
-                skeleton=self._skeleton,
+                skeleton=skeleton,
                 model=model,
                 options=self._options,
                 plugin=plugin,
@@ -165,7 +167,13 @@ class EvaluationProof:
                 given=given,
                 noted=StepRecord(),
             )
-            one = _run_alone(judge, name)
+        alone = partial(_run_alone, name=name)
+        if is_large:
+            # By blocks nobody knows the time before.
+            longest = math.inf if self._options.verify_share is None else LONGEST
+            one = evaluate_by_blocks(model, judge, alone, longest) or one
+        elif judge is not None:
+            one = alone(judge)
         return _Batch(judge=judge, one=one, metrics=MetricsOfBatch(module, looks=True))
 
     def _prove(

@@ -59,12 +59,13 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 
 __all__ = [
+    "LONGEST",
     "NOT_PROVED",
     "StepProof",
 ]
 
 NOT_PROVED = "is not proved to equal that of one process"
-_LONGEST = 300.0
+LONGEST = 300.0
 """Seconds that the first proof of a budget may take, where the model is compared by blocks."""
 _REMEMBERED = 32
 """Proved steps whose loss and gradients tell what is odd."""
@@ -431,7 +432,7 @@ class StepProof:
             return CannotProveError(reason.removesuffix("."))
         step = step.rehearsal({})
         is_paid = self._is_later or self._cadence.share is None
-        verdict = compare_by_blocks(step, judge, *([] if is_paid else [_LONGEST]))
+        verdict = compare_by_blocks(step, judge, *([] if is_paid else [LONGEST]))
         if isinstance(verdict, Differs):
             if compare_by_blocks(step, judge) is None:
                 text = from_first(None if judge is None else passing_fault(judge))

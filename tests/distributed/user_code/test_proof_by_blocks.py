@@ -183,7 +183,7 @@ def _fit_changed(
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_first_step_that_takes_one_process_too_long_is_put_off(layout: str) -> None:
-    values = {"step_proof._LONGEST": 0.0}
+    values = {"step_proof.LONGEST": 0.0}
     found = run_ranks(_fit_changed, 2, layout, "1 %", values, timeout=120)
     assert [one["error"] for one in found] == ["", ""]
     assert [one["peaks"] for one in found] == [[], []]  # nothing was taken on one process
