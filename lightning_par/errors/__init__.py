@@ -151,7 +151,13 @@ class UpstreamError(LightningParError, RuntimeError):
 
 
 class VerificationError(LightningParError, RuntimeError):
-    """The first step on the mesh differs from the same step on one process."""
+    """A step on the mesh differs from the same step on one process.
+
+    Attributes:
+        hosts: Those of the devices one of which has made an error, if they are known.
+    """
+
+    hosts: tuple[str, ...] = ()
 
 
 class IslandError(LightningParError, RuntimeError):

@@ -30,8 +30,8 @@ class Certificate:
         precision: The Trainer's.
         steps: Optimizer steps.
         data: "epoch", the last one that began, from 0; and "batch", the batches taken of it.
-        proofs: What was to be compared with one process -> "equal", "in part: ..." or
-            "not proved: ..."; empty where nothing was.
+        proofs: What was to be compared with one process -> "equal", "in part: ...",
+            "not proved: ..." or "differs (code)"; empty where nothing was.
         decisions: "name", "value" and "source" of what the run decided by itself.
         weights: "parameters", their number; "sha256" and "norm" of their final values, or "note",
             why these are left out.

@@ -94,11 +94,11 @@ class MeshStrategy(ParallelStrategy):
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
         verify: Compare steps with one process: ``"auto"`` (small models: for 1 % of the time),
             ``"2 %"`` of the time, ``"every 500"`` steps, ``"first_step"`` or False.
+        on_difference: Then ``"stop"`` the run, ``"warn"``, or ``"evict"`` a host that is to blame.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or `GradientCompression` fields.
-        gather_after_run: Give every rank the whole, plain module again after a run; "auto":
-            where one for each rank takes no more than a quarter of the host's free memory.
+        gather_after_run: Give every rank the whole module again after a run; "auto": if it fits.
         gather_predictions: Let `predict` return those of all replicas, in order, on every rank.
         outer: Make this run one of several islands that meet at a server: `Outer`, or its fields.
 
@@ -154,6 +154,7 @@ class MeshStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         on_nonfinite: str = "raise",
         verify: bool | str = "auto",
+        on_difference: str = "stop",
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         gather_after_run: bool | str = "auto",
@@ -480,8 +481,7 @@ class MeshStrategy(ParallelStrategy):
         **Communicates**: all weights, to rank 0; with "every" then to each rank, which holds them.
         """
         self.flush_offload()
-        given = self._parallel_model, self.processes, self.lightning_module
-        return whole_module(*given, module, on)
+        return whole_module(self._parallel_model, self.processes, self.lightning_module, module, on)
 
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole state dict on the CPU of rank 0, elsewhere {}; every rank calls this."""

@@ -29,6 +29,7 @@ __all__ = ["CHECKPOINT_FORMATS", "MeshOptions"]
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _NONFINITE = ("raise", "skip", "ignore")
+_ON_DIFFERENCE = ("stop", "warn", "evict")
 _VERIFY = ("auto", "first_step", True, False)
 _SHARE = 0.01
 """Share of the time of a run that ``verify="auto"`` leaves to proofs."""
@@ -77,6 +78,7 @@ class MeshOptions:
     timeout: timedelta | None = default_pg_timeout
     on_nonfinite: str = "raise"
     verify: bool | str = "auto"
+    on_difference: str = "stop"
     offload_options: OffloadOptions | None = None
     gradient_compression: GradientCompression | None = None
     gather_after_run: bool | str = "auto"
@@ -109,11 +111,10 @@ class MeshOptions:
                 "LP902",
                 f"gather_after_run={self.gather_after_run!r} must be True, False or 'auto'.",
             )
-        if self.on_nonfinite not in _NONFINITE:
-            valid = either([repr(choice) for choice in _NONFINITE])
-            raise ConfigurationError(
-                "LP902", f"on_nonfinite={self.on_nonfinite!r} must be {valid}."
-            )
+        for name, choices in (("on_nonfinite", _NONFINITE), ("on_difference", _ON_DIFFERENCE)):
+            if (value := getattr(self, name)) not in choices:
+                valid = either([repr(choice) for choice in choices])
+                raise ConfigurationError("LP902", f"{name}={value!r} must be {valid}.")
         if not (self.verify in _VERIFY or self.verify_every or self.verify_share):
             cadences = "'every 500' (a number of steps)", "'2 %' (a share of the run's time)"
             valid = either([*map(repr, _VERIFY), *cadences])

@@ -167,6 +167,11 @@ RUNS: dict[str, dict[str, str]] = {
     },
     "LP808": {"without the callback": ONE},
     "LP809": {"the directory of the run that died": FILE},
+    "LP810": {
+        "leave the host out": """
+            distributed/faults/test_verdicts.py::test_a_host_that_is_to_blame_is_left_out_of_the_next_run""",
+        "the line out of the file": FILE,
+    },
     # Options, commands, models and data
     "LP901": {"a name of the list": VALUE},
     "LP902": {"a value of the list": VALUE},

@@ -1,5 +1,6 @@
 """After a run, the module is the user's again: whole, plain, and ready for any other Trainer."""
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -140,8 +141,14 @@ def _fit_and_save(rank: int, world: int, layout: str, folder: str) -> None:
 @ranks(2)
 def test_parts_stay_where_whole_modules_are_not_wanted(rank: int, world: int) -> None:
     seed_everything(0, verbose=False)
-    module = PlainModule()
-    make_trainer("pp2", world, gather_after_run=False).fit(module, loader("pp2", rank))
+    module, seen = PlainModule(), list[set[str]]()
+    whole = set(module.state_dict())
+    trainer = make_trainer("pp2", world, gather_after_run=False)
+    trainer.fit(module, loader("pp2", rank))
+    own = vars(module)
+    own["on_save_checkpoint"] = lambda checkpoint: seen.append(set(checkpoint["state_dict"]))
+    trainer.save_checkpoint(f"{trainer.strategy.broadcast(tempfile.mkdtemp())}/parts.ckpt")
+    assert seen[0] < whole
     assert not isinstance(module.net.head, nn.Linear) or rank == 1
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_par.observe.compare import Difference
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.proof.on_difference import ENDS
 
 __all__ = [
     "Elsewhere",
@@ -116,9 +117,8 @@ def explain(difference: Difference, found: Findings) -> str:
         f"Compared: {_COMPARED[difference.kind]}",
         *(f"Seen: {fact}" for fact in _facts(difference, found)),
         *(f"To try: {text}" for text in tries),
-        "The run ends after this step, and no checkpoint of it was saved. To train in spite of "
-        "the difference, use verify=False. The command `lightning-par verify` compares "
-        "more steps, in float64 and block by block.",
+        f"{ENDS} To train in spite of the difference, use verify=False. The command "
+        "`lightning-par verify` compares more steps, in float64 and block by block.",
     ]
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.by_blocks import evaluate_by_blocks
 from lightning_par.strategies.proof.gathering import from_first, gather_batches, gather_state
 from lightning_par.strategies.proof.judge import agree, CannotProveError, Judge
+from lightning_par.strategies.proof.on_difference import follow
 from lightning_par.strategies.proof.one_process import evaluate_alone, GivenStep
 from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
 from lightning_par.strategies.proof.step_proof import LONGEST, NOT_PROVED
@@ -203,7 +204,9 @@ class EvaluationProof:
             if mesh.rank == 0:
                 _logger.warning("%s %s: %s.", _begin(which), NOT_PROVED, verdict)
         elif verdict is not None:
-            raise VerificationError("LP801", verdict)
+            error = VerificationError("LP801", verdict)
+            follow(error, model.module.trainer, self._options.on_difference)
+            self._outcomes[which.removeprefix("the ")] = f"differs ({error.code})"
         elif notes:
             self._outcomes[which.removeprefix("the ")] = f"in part: {'; '.join(notes)}"
             rank_zero_info(f"{_begin(which)} is proved in part: {'; '.join(notes)}.")

@@ -13,7 +13,6 @@ ranks it can be.
 """
 
 import math
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,14 +28,15 @@ from lightning_par.observe.compare import first_beyond, measure_backwards, Toler
 from lightning_par.observe.report import StepRecord
 from lightning_par.strategies.proof.gathering import from_first
 from lightning_par.strategies.proof.judge import agree, CannotProveError, Differs, Judge
+from lightning_par.strategies.proof.on_difference import ENDS, host_name
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["find_fault", "passing_fault"]
 
 _END = (
-    "The run ends after this step, and no checkpoint of it was saved. Resume from the last "
-    "checkpoint without that device. verify=False turns the comparison off."
+    f"{ENDS} Resume from the last checkpoint without that device. verify=False turns the "
+    "comparison off."
 )
 
 
@@ -94,10 +94,12 @@ def find_fault(
     found = agree(lambda: _judge_both(judge, first, second.record, ranks, copies))  # type: ignore[arg-type]
     if isinstance(found, CannotProveError):
         return VerificationError("LP801", verdict.text)
-    text, is_device = found
-    if is_device:
-        return VerificationError("LP807", text)
-    return VerificationError("LP801", text)
+    text, is_device, hosts = found
+    if not is_device:
+        return VerificationError("LP801", text)
+    error = VerificationError("LP807", text)
+    error.hosts = hosts
+    return error
 
 
 def passing_fault(judge: Judge) -> str:
@@ -138,7 +140,7 @@ def _describe(model: ParallelModel, losses: tuple[float, float]) -> _Rank:
             boxes[canonical.get(name, name)] = box.offset, box.shape
     data = model.mesh.data_group
     return _Rank(
-        host=socket.gethostname(),
+        host=host_name(),
         replica=(dist.get_rank(data), at["cp"]),
         part=(at["pp"], at["tp"]),
         losses=losses,
@@ -148,7 +150,7 @@ def _describe(model: ParallelModel, losses: tuple[float, float]) -> _Rank:
 
 def _judge_both(
     judge: Judge, first: MeshStep, mesh: StepRecord, ranks: Sequence[_Rank], copies: str
-) -> tuple[str, bool]:
+) -> tuple[str, bool, tuple[str, ...]]:
     """Compare both takes of the step.
 
     Args:
@@ -159,7 +161,7 @@ def _judge_both(
         copies: Which copies of weights differed when the step began.
 
     Returns:
-        The text of the error, and whether a device is to blame.
+        The text of the error, whether a device is to blame, and the hosts that may have it.
     """
     difference, before, tolerance = judge.difference, judge.one, judge.tolerance
     assert difference is not None
@@ -171,21 +173,21 @@ def _judge_both(
             "is the software, and not a device."
         )
         text = judge.explain(difference, draws=before.draws, step=judge.step, again=again)
-        return text, False
+        return text, False, ()
     if copies:
-        return _of_copies(judge, copies), True
+        return _of_copies(judge, copies), True, ()
     changed = first_beyond(measure_backwards(first.record, mesh, tolerance))
     if changed is None or first_beyond(measure_backwards(one, before, tolerance)):
         text = judge.explain(difference, draws=before.draws, step=judge.step)
-        return text, False
+        return text, False, ()
     names, why = _suspects(ranks, first.record, mesh, tolerance)
-    hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in names))
+    hosts = tuple(dict.fromkeys(ranks[rank].host for rank in names))
     said = f"one of the ranks {', '.join(map(str, names))}" if names[1:] else f"rank {names[0]}"
     text = (
         f"{_differed(judge)} Repeated from the same weights, the step is equal, so a device made "
-        f"an error once. It is the device of {said} (host {hosts}), since {why}. {_END}"
+        f"an error once. It is the device of {said} (host {', '.join(hosts)}), since {why}. {_END}"
     )
-    return text, True
+    return text, True, hosts
 
 
 def _suspects(

@@ -35,6 +35,7 @@ from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACRO
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.causes import explain, Findings
 from lightning_par.strategies.proof.gathering import from_first
+from lightning_par.strategies.proof.on_difference import ENDS
 from lightning_par.strategies.proof.one_process import GivenStep, run_alone
 from lightning_par.strategies.proof.parted_batch import part_batch, PartedBatch
 from lightning_par.strategies.proof.skeleton import Skeleton
@@ -212,8 +213,7 @@ class Judge:
                 f"parameter {name}, but this parameter {why}. Compute with the new value "
                 "instead of writing it to the parameter, as in F.linear(x, "
                 "F.normalize(self.weight)) or torch.nn.utils.parametrize. Or write to the "
-                "parameter in on_train_batch_end, each entry separately. The run ends after "
-                "this step, and no checkpoint of it was saved."
+                f"parameter in on_train_batch_end, each entry separately. {ENDS}"
             )
         return None
 

@@ -21,6 +21,7 @@ from lightning_par.strategies.proof.silence import silent
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
+from lightning_par.upstream.functions import replaced
 
 __all__ = ["MeshStep", "copy_parts"]
 
@@ -65,7 +66,8 @@ class MeshStep:
         options = self.options
         return (
             self.model.module.automatic_optimization
-            and self.model.host is None
+            # The host would take a weight that is put back for one that the user has changed.
+            and (self.is_present or self.model.host is None)
             and options.gradient_compression is None
             and (self.drops or options.compile_blocks is False)
             and getattr(self.plugin, "scaler", None) is None
@@ -122,6 +124,8 @@ class MeshStep:
         with ExitStack() as stack:
             for each in (*isolated_step, torch.enable_grad()):
                 stack.enter_context(each)
+            if model.host is not None:  # gradients stay, so that they can be read
+                stack.enter_context(replaced(model.host, "defers", True))
             restore_random_states(self.random_states, self.device)
             with nullcontext() if self.drops else WithoutDropout():
                 output, begun = model.steps.training(self.plugin, self.args)

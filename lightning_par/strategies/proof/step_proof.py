@@ -45,6 +45,7 @@ from lightning_par.strategies.proof.judge import (
     REHEARSE,
 )
 from lightning_par.strategies.proof.odd_data import find_odd, Size, size_of
+from lightning_par.strategies.proof.on_difference import follow
 from lightning_par.strategies.proof.one_process import GivenStep
 from lightning_par.strategies.proof.parted_batch import why_not_parted
 from lightning_par.strategies.proof.second_step import copy_parts, MeshStep
@@ -85,8 +86,9 @@ class StepProof:
     Attributes:
         is_over: Whether nothing is to be noted any more.
         outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
-        outcomes: On rank 0: every step that was to be proved -> "equal", "in part: ..." or "not
-            proved: ...", for the certificate; what a budget chooses in one entry.
+        outcomes: On rank 0: every step that was to be proved -> "equal", "in part: ...", "not
+            proved: ..." or "differs (code)", for the certificate; what a budget chooses in one
+            entry.
     """
 
     def __init__(
@@ -342,10 +344,13 @@ class StepProof:
         finally:
             self._end_step()
         if isinstance(verdict, VerificationError):
-            self.close()
-            raise verdict
+            if self._options.on_difference != "warn":
+                self.close()
+            follow(verdict, model.module.trainer, self._options.on_difference)
         self._choose_next(verdict.seconds if isinstance(verdict, TooLongError) else 0.0)
-        if isinstance(verdict, CannotProveError):
+        if isinstance(verdict, VerificationError):
+            self._note(f"differs ({verdict.code})")
+        elif isinstance(verdict, CannotProveError):
             self.outcome = f"{which} {NOT_PROVED}: {verdict}."
             self._note(f"not proved: {verdict}")
             self._refuse_if_asked()

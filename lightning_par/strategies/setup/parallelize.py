@@ -49,6 +49,7 @@ from lightning_par.strategies.hooks.outer_forward import wrap_outer_forwards
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.proof.evaluation_proof import EvaluationProof
+from lightning_par.strategies.proof.on_difference import refuse_faulty_hosts
 from lightning_par.strategies.proof.skeleton import Skeleton, take_skeleton
 from lightning_par.strategies.proof.step_proof import StepProof
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
@@ -89,10 +90,12 @@ def parallelize(  # house: the order, in one place
 
     Raises:
         PlanError: On every rank, if some have another plan.
+        VerificationError: On every rank, if some are on a host that `on_difference` has left out.
 
     **Communicates**: a number made of the plan, over all ranks; a seed, and the values of
     parameters that are not on meta, from rank 0 to all.
     """
+    refuse_faulty_hosts(module.trainer, options.on_difference)
     _check_agreement(module, resolved, device)
     # Notes the plain module, which the user gets back after the run, before anything is changed.
     forms = ModuleForms(module)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -115,13 +116,14 @@ def _train(
     """Train 7 steps of 8 samples."""
     torch.manual_seed(0)
     messages = Messages()
-    logger = logging.getLogger("lightning_par.strategies.proof.step_proof")
+    logger = logging.getLogger("lightning_par.strategies.proof")
     logger.addHandler(messages)
     samples = [
         (x, y, torch.tensor((weights or {}).get(number, 1.0), dtype=torch.float64))
         for number, (x, y) in enumerate(token_pairs(64))
     ]
     chosen = {"verify": f"every {_STEP}", **options}
+    more = {name: chosen.pop(name) for name in ("default_root_dir",) if name in chosen}
     replicas = 2 if layout.startswith("zero") else 1
     sampler = DistributedSampler(samples, replicas, rank, shuffle=False) if replicas > 1 else None
     trainer = quiet_trainer(
@@ -130,12 +132,13 @@ def _train(
         precision="64-true",
         max_steps=7,
         callbacks=[Fault(at, globals()[fault])] if fault else [],
+        **more,
     )
     error = ""
     try:
         trainer.fit(Weighted(), DataLoader(samples, 8 // replicas, sampler=sampler))
     except LightningParError as raised:
-        error = str(raised)
+        error = "\n".join((str(raised), *getattr(raised, "__notes__", ())))
     finally:
         logger.removeHandler(messages)
     return error, trainer.global_step, messages.texts
@@ -191,6 +194,51 @@ def test_copies_that_differ_name_the_weight(layout: str) -> None:
     assert "norm.weight, but ranks 0, 1 hold 2" in text
     assert "code writes to them on some ranks only" in text
     assert "LP807" in text
+
+
+def _train_on(
+    rank: int, world: int, hosts: str, *args: Any, **options: Any
+) -> tuple[str, int, list[str]]:
+    """Train on hosts of these names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURMD_NODENAME", hosts.split()[rank])
+        return _train(rank, world, *args, **options)
+
+
+def test_a_host_that_is_to_blame_is_left_out_of_the_next_run(tmp_path: Path) -> None:
+    options = {"on_difference": "evict", "default_root_dir": str(tmp_path), "timeout": 120}
+    listed = tmp_path / "faulty_hosts.txt"
+
+    def train(hosts: str, fault: str = "") -> list[tuple[str, int]]:
+        found = run_ranks(_train_on, 2, hosts, "tp2", fault, **options)
+        return [(error, steps) for error, steps, _ in found]
+
+    # It may be the one or the other.
+    for error, _ in train("one two", "activation_once"):
+        assert "LP807" in error
+        assert "(host one, two)" in error
+    assert not listed.exists()
+    for error, steps in train("one two", "weight_gradient_once"):
+        assert "the device of rank 1 (host two)" in error
+        assert f"{listed} lists the host two from now on" in error
+        assert steps == _STEP + 1
+    assert listed.read_text() == "two\n"
+    for error, steps in train("three two"):
+        assert "LP810" in error
+        assert "faulty device on the host two, on which the ranks 1 of this run are" in error
+        assert steps == 0
+    assert train("one three") == [("", 7)] * 2
+
+
+@pytest.mark.parametrize("fault", ["activation_always", "weight_gradient_once"])
+def test_a_difference_that_is_a_warning_ends_no_run(fault: str) -> None:
+    found = run_ranks(_train, 2, "tp2", fault, timeout=120, on_difference="warn")
+    assert [(error, steps) for error, steps, _ in found] == [("", 7)] * 2
+    code = "LP807" if fault.endswith("once") else "LP801"
+    told = [text for text in found[0][2] if code in text]
+    assert len(told) == 1
+    assert 'The run goes on, because of on_difference="warn".' in told[0]
+    assert "The run ends" not in told[0]
 
 
 @pytest.mark.parametrize("layout", ["zero3", "tp2", "pp2"])

@@ -39,6 +39,39 @@ ELSEWHERE = {
         distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again""",
 }
 """Lines of the page that other tests prove."""
+_CHECKPOINTS = "seen_checkpoints::test_a_hook_on_a_checkpoint_sees_that_of_one_process"
+_HERE = "outside_of_steps::test_a_hook_sees_what_the_page_says"
+SENTENCES = {
+    "In the table of hooks, *whole* means": f"""
+        {_HERE} gradients::what_all_weights_and_gradients_give
+        hooks::a_state_dict_that_all_ranks_save hooks::arrays_of_parts_before_the_update
+        hooks::arrays_of_whole_tensors_before_the_update""",
+    "The `checkpoint` that `on_save_checkpoint` gets": f"""
+        {_CHECKPOINTS}
+        distributed/test_module_after_run.py::test_parts_stay_where_whole_modules_are_not_wanted""",
+    "In the table of hooks, *none* means": _HERE,
+    "In the table of hooks, *parts* means": _HERE,
+    "These operations run a collective": """
+        calls_on_one_rank::test_a_call_on_one_rank_is_named
+        distributed/faults/test_ranks.py::test_a_rank_that_communicates_alone_ends_every_process_and_is_named
+        cures_of_steps::a_decision_that_is_broadcast""",
+    "Use `trainer.strategy.whole()`": """
+        whole_module::an_average_by_hand whole_module::pruning_by_magnitude
+        whole_module::statistics_of_samples whole_module::samples_on_rank_zero""",
+    "Every rank has to enter and leave": """
+        whole_module::on_one_rank_alone whole_module::in_every_hook whole_module::in_a_step
+        distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again""",
+    'With `whole(on="every")`': """
+        whole_module::other_values_on_each_rank whole_module::pruning_on_rank_zero
+        whole_module::samples_on_rank_zero""",
+    "Inside the `whole()` context, gradients are None": """
+        whole_module::an_average_by_hand whole_module::statistics_of_samples""",
+    "The `whole()` context gathers all weights once": """
+        whole_module::test_what_the_whole_module_costs""",
+    "Lightning's own strategies do not have `whole()`": """
+        whole_module::test_equal_or_refused""",
+}
+"""How a paragraph or bullet of the page begins -> the tests that prove it."""
 
 
 class Scaled(PlainNet):
@@ -276,4 +309,16 @@ def test_every_hook_has_its_line() -> None:
     assert {cell for cells in rows().values() for cell in cells} <= {*CELLS}
     for row, proofs in ELSEWHERE.items():
         assert row in rows()
+        assert_proofs_exist(proofs)
+
+
+def test_every_sentence_has_its_test() -> None:
+    _, *sections = PAGE.read_text().split("\n## ")
+    # Without titles, tables and code.
+    blocks = [b for part in sections for b in re.split(r"\n(?=- |\n)\n?", part)[1:]]
+    said = [block.removeprefix("- ") for block in blocks if block[:1] not in ("", "|", "`")]
+    said = [block for block in said if not block.startswith(("def ", "    "))]
+    assert len(said) == len(SENTENCES)
+    for block, (begin, proofs) in zip(said, SENTENCES.items(), strict=True):
+        assert block.startswith(begin)
         assert_proofs_exist(proofs)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn, Tensor
 
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from tests.distributed.user_code.test_hooks import rate_of
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
-from tests.support.user_code import Cases
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import Cases, strategy_of
 
 CASES = Cases(__name__)
 EVERY = "tp2 pp2 zero3"
@@ -242,6 +245,46 @@ def averages_in_buffers_of_a_module_that_a_hook_calls() -> Any:
                     p.data.copy_(kept.data)
 
     return Module(), token_pairs()
+
+
+class Measured(PlainModule):
+    """Notes which ranks hold the whole module, and how often a tensor is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[Any]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for on in ("every", "rank 0"):
+            gathered = list[int]()
+            plain = ParallelModel.gather_tensors
+
+            def gather(model: Any, gathered: list[int] = gathered, plain: Any = plain) -> Any:
+                state = plain(model)
+                gathered.append(len(state))
+                return state
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ParallelModel, "gather_tensors", gather)
+                with whole(self, on=on) as module:
+                    held = None if module is None else sum(p.numel() for p in module.parameters())
+            self.seen.append((len(gathered), gathered[0] > 0, held))
+
+
+def _measure(rank: int, world: int, layout: str) -> list[Any]:
+    module = Measured()
+    trainer = quiet_trainer(devices=world, strategy=strategy_of(layout), max_steps=1)
+    trainer.fit(module, torch.utils.data.DataLoader(token_pairs(8), 4))  # type: ignore[arg-type]
+    return module.seen
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_what_the_whole_module_costs(layout: str) -> None:
+    """One gather, to rank 0; a rank that gets None holds nothing."""
+    size = sum(p.numel() for p in PlainModule().parameters())
+    first, second = run_ranks(_measure, 2, layout, timeout=120)
+    assert first == [(1, True, size), (1, True, size)]
+    assert second == [(1, False, size), (1, False, None)]
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
