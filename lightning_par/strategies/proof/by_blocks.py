@@ -94,8 +94,8 @@ def compare_by_blocks(
     if not step.can_repeat:
         return CannotProveError(
             "the model is compared by blocks only, for which forward and backward are repeated "
-            "without dropout. This is not possible in manual optimization, with an offloaded "
-            "optimizer, compressed gradients, compiled blocks or a scaled loss"
+            "without dropout. This is not possible in manual optimization, with compressed "
+            "gradients or compiled blocks"
         )
     model = step.model
     # Before the batch, which may change buffers.
@@ -287,6 +287,7 @@ class _Reference:
         start = replace(judge.given.start, tensors=self._tensors, trains=trains)
         self._judge = replace(judge, given=replace(judge.given, start=start, prepare=self._prepare))
         self._differences = GradientDifferences("gradient", self._judge.tolerance)
+        self._scaler, self._overflows = getattr(judge.plugin, "scaler", None), False
 
     def judge(self, loss: float) -> Differs | None:
         """Return how the mesh differs; None: it does not.
@@ -302,7 +303,10 @@ class _Reference:
             self._judge.take_again(self._tensors, drops=False)
         left = [name for name, p in trained.items() if p.requires_grad]
         for name in [name for name in left if name not in self._differences]:
-            self._differences.add(name, pieces.ask("gradient", name), None)
+            self._add(name, None)
+        if self._overflows:
+            raise CannotProveError("gradients overflow with the present scale of the loss")
+        loss *= 1.0 if self._scaler is None else self._scaler.get_scale()
         found = self._judge.judge_gradients(StepRecord(losses=[loss]), self._differences)
         self._caller.difference = self._judge.difference
         return found
@@ -320,7 +324,14 @@ class _Reference:
     def _compare(self, name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._differences.add(name, self._pieces.ask("gradient", name), gradient.cpu())
+        self._add(name, gradient.cpu())
+
+    def _add(self, name: str, wanted: Tensor | None) -> None:
+        got = self._pieces.ask("gradient", name)
+        if self._scaler is not None:
+            found = (each for each in (got, wanted) if each is not None)
+            self._overflows |= not all(bool(each.isfinite().all()) for each in found)
+        self._differences.add(name, got, wanted)
 
 
 def _reading(

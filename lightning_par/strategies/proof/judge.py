@@ -297,9 +297,12 @@ class Judge:
 
     @property
     def own_plugin(self) -> Precision | None:
-        """A plugin of the user's, for one process; None: it is one of Lightning."""
+        """A plugin of the user's, or one with the loss scale of the mesh, for one process; None: it
+        is one of Lightning.
+        """
         given: Precision = self.plugin.given  # type: ignore[attr-defined]
-        if type(given).__module__.startswith("lightning."):
+        scales = getattr(given, "scaler", None) is not None
+        if type(given).__module__.startswith("lightning.") and not scales:
             return None
         plugin = copy.copy(given)
         vars(plugin).update(vars(self.plugin))  # what it has learned on the mesh

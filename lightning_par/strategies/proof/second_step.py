@@ -70,7 +70,6 @@ class MeshStep:
             and (self.is_present or self.model.host is None)
             and options.gradient_compression is None
             and (self.drops or options.compile_blocks is False)
-            and getattr(self.plugin, "scaler", None) is None
             # Taken alone, a batch does not add its gradients to those of others.
             and len(self.record.losses) <= 1
         )
@@ -114,7 +113,7 @@ class MeshStep:
     @contextmanager
     def taken(self) -> Iterator[Tensor]:
         """Give the weighted loss of the batch, taken with the present weights, while its gradients
-        are in place.
+        are in place; these are scaled where the plugin scales the loss.
 
         **Communicates**: as a training step does.
         """
@@ -134,8 +133,9 @@ class MeshStep:
                     loss = loss_of(output) / module.trainer.accumulate_grad_batches
                     weighted = begun.weigh(loss)
                     model.steps.before_backward()
+                    scaler: Any = getattr(self.plugin, "scaler", None)
                     with model.steps.backward(begun):
-                        weighted.backward()
+                        (weighted if scaler is None else scaler.scale(weighted)).backward()
             model.gradients.after_backward()
             yield weighted.detach()
 

@@ -59,11 +59,7 @@ from lightning_par.strategies.proof.updates import (
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 
-__all__ = [
-    "LONGEST",
-    "NOT_PROVED",
-    "StepProof",
-]
+__all__ = ["LONGEST", "NOT_PROVED", "StepProof"]
 
 NOT_PROVED = "is not proved to equal that of one process"
 LONGEST = 300.0
@@ -112,7 +108,7 @@ class StepProof:
         self._parts: list[Tensor] = []
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
-        self._by_blocks = ""  # why the model is too large to be whole on rank 0
+        self._by_blocks = ""  # why no whole step is compared, as of a model that is too large
         self._updates: NotedUpdates | None = None
         self._deferred = False  # what the optimizer on the host does without the proof
 
@@ -194,11 +190,6 @@ class StepProof:
         reason = reason_of_run(self._skeleton, module)
         if not reason and layout.local_statistics:
             reason = why_not_parted(module)
-        if not reason and getattr(plugin, "scaler", None) is not None:
-            reason = (
-                "16-mixed scales the loss and skips steps whose gradients overflow, so there may "
-                "be no update to compare."
-            )
         return reason
 
     def _outside(self, module: pl.LightningModule) -> Callable[[], None]:
@@ -233,8 +224,13 @@ class StepProof:
             return later, "", ""
         reason = self._reason(model.module, plugin, model.resolved.plan.batch)
         reason = reason or (self._follow(model.module) if self._is_later else "")
-        skeleton = self._skeleton
-        return None, reason, skeleton.too_large if isinstance(skeleton, Skeleton) else ""
+        skeleton, by_blocks = self._skeleton, ""
+        if getattr(plugin, "scaler", None) is not None:
+            by_blocks = (
+                "the loss is scaled, and a step whose gradients overflow is skipped, so there may "
+                "be no update to compare"
+            )
+        return None, reason, getattr(skeleton, "too_large", "") or by_blocks
 
     def _start(self, model: ParallelModel, plugin: Precision) -> bool:
         self._cadence.begin()

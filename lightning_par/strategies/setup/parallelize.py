@@ -149,7 +149,8 @@ def parallelize(  # house: the order, in one place
     proof = StepProof(skeleton, options, device, seed)
     why_not = proof.why_not(module, module.trainer.precision_plugin, resolved.plan.batch)
     evaluations = EvaluationProof(skeleton, options, device, proof.outcomes)
-    is_proved = why_not == ""
+    # A step whose gradients overflow is not compared.
+    is_proved = why_not == "" and getattr(module.trainer.precision_plugin, "scaler", None) is None
     start = RunStart(steps, processes.decisions, proof, evaluations, is_proved=is_proved)
     # After the runner, which the forwards around the blocks ask whether a step is running.
     if mesh.sizes.world_size > 1:

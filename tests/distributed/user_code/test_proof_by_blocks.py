@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -89,7 +91,8 @@ def _fit(
     fault: Mapping[str, Any] | None = None,
     accumulates: int = 1,
     grows: bool = False,
-    precision: str = "64-true",
+    precision: str | None = "64-true",
+    plugins: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     torch.manual_seed(3)
@@ -105,6 +108,7 @@ def _fit(
         devices=world,
         strategy=strategy,
         precision=precision,
+        plugins=plugins,
         max_steps=5,
         accumulate_grad_batches=accumulates,
         callbacks=[weights, *([] if fault is None else [Doubles(**fault)])],
@@ -165,6 +169,47 @@ def test_an_offloaded_optimizer_keeps_the_digits_of_its_masters(options: dict[st
     assert len(runs[0][0]["peaks"]) == 3
 
 
+class Scaling(MixedPrecision):
+    """16-mixed as on a GPU; Lightning allows it on no CPU."""
+
+    def __init__(self, scale: float = 2.0**10) -> None:
+        super().__init__("16-mixed", "cpu", GradScaler("cpu", init_scale=scale))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_a_scaled_loss_is_compared(layout: str, drops: bool) -> None:
+    given = {"precision": None, "plugins": Scaling()}
+    runs = [
+        run_ranks(_fit, 2, layout, verify, drops, timeout=120, **given)
+        for verify in ("every 2", False)
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert (one["error"], one["steps"]) == ("", 5)
+        assert one["weights"] == other["weights"]
+    told = runs[0][0]["told"]
+    assert [text.split(" is ")[0] for text in told] == ["The first step", "Step 2", "Step 4"]
+    assert all("is proved in part: only loss and gradients of one batch" in t for t in told)
+
+
+def test_a_step_whose_gradients_overflow_is_not_compared() -> None:
+    given = {"precision": None, "plugins": Scaling(2.0**40)}
+    found = run_ranks(_fit, 2, "tp2", "every 4", timeout=120, **given)
+    assert [(one["error"], one["steps"]) for one in found] == [("", 5)] * 2
+    assert found[0]["outcomes"]["training step 0"] == (
+        "not proved: gradients overflow with the present scale of the loss"
+    )
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2_one_microbatch"])
+def test_a_fault_is_told_with_a_scaled_loss(layout: str) -> None:
+    given = {"precision": None, "plugins": Scaling()}
+    fault = {"step": 2, "once": False}
+    for one in run_ranks(_fit, 2, layout, "every 2", False, fault, timeout=120, **given):
+        assert one["error"].startswith("LP801"), one["error"]
+        assert "mlp.up.weight" in one["error"]
+
+
 def test_accumulated_batches_are_compared_by_the_first_one() -> None:
     found = run_ranks(_fit, 2, "tp2", "every 2", False, None, 2, timeout=120)
     assert [one["error"] for one in found] == ["", ""]
@@ -179,10 +224,11 @@ def test_blocks_that_change_their_buffers_run_once(layout: str) -> None:
 
 
 @pytest.mark.parametrize(("step", "once"), [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("layout", ["tp2", "pp2_one_microbatch", "zero2_offload"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2_one_microbatch", "tp2 offload"])
 def test_a_fault_is_told(layout: str, step: int, once: bool) -> None:
-    fault = {"step": step, "once": once}
-    for one in run_ranks(_fit, 2, layout, "every 2", False, fault, timeout=120):
+    fault, (layout, *offload) = {"step": step, "once": once}, layout.split()
+    options: dict[str, Any] = {"offload_options": {}} if offload else {}
+    for one in run_ranks(_fit, 2, layout, "every 2", False, fault, timeout=120, **options):
         code = "LP807" if once else "LP801"
         assert one["error"].startswith(code), one["error"]
         assert "mlp.up.weight" in one["error"]
