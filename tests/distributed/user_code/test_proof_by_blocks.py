@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -91,8 +92,7 @@ def _fit(
     fault: Mapping[str, Any] | None = None,
     accumulates: int = 1,
     grows: bool = False,
-    precision: str | None = "64-true",
-    plugins: Any = None,
+    trainer: Mapping[str, Any] = MappingProxyType({"precision": "64-true"}),
     **options: Any,
 ) -> dict[str, Any]:
     torch.manual_seed(3)
@@ -104,14 +104,13 @@ def _fit(
 
     strategy = Hybrid3DStrategy(**{**LAYOUTS[layout], **options}, verify=verify)
     module, weights, messages = Plain(drops=drops, grows=grows), Weights(), Messages()
-    trainer = quiet_trainer(
+    fits = quiet_trainer(
         devices=world,
         strategy=strategy,
-        precision=precision,
-        plugins=plugins,
         max_steps=5,
         accumulate_grad_batches=accumulates,
         callbacks=[weights, *([] if fault is None else [Doubles(**fault)])],
+        **trainer,
     )
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(messages)
@@ -119,7 +118,7 @@ def _fit(
     GatheredWhenRead.__exit__ = note  # type: ignore[method-assign]
     skeleton._COPIES = 2**60  # no rank has room for so many
     try:
-        trainer.fit(module, DataLoader(token_pairs(), 4))  # type: ignore[arg-type]
+        fits.fit(module, DataLoader(token_pairs(), 4))  # type: ignore[arg-type]
     except LightningParError as refusal:
         error = f"{refusal.code} {refusal}"
     finally:
@@ -131,7 +130,7 @@ def _fit(
         "error": error,
         "weights": weights.found,
         "peaks": peaks,
-        "steps": trainer.global_step,
+        "steps": fits.global_step,
         "outcomes": strategy.start.proof.outcomes,
     }
 
@@ -158,9 +157,9 @@ def test_healthy_runs_are_equal_and_go_on_as_without_the_proof(layout: str, drop
 @pytest.mark.parametrize("options", [{}, {"delayed_update": 1}, {"accumulate_on": "host"}])
 def test_an_offloaded_optimizer_keeps_the_digits_of_its_masters(options: dict[str, Any]) -> None:
     accumulates = 2 if options.get("accumulate_on") else 1
-    given = {"precision": "bf16-true", "offload_options": options, "accumulates": accumulates}
+    given = {"trainer": {"precision": "bf16-true"}, "offload_options": options}
     runs = [
-        run_ranks(_fit, 2, "zero2_offload", verify, True, timeout=120, **given)
+        run_ranks(_fit, 2, "zero2_offload", verify, True, None, accumulates, timeout=120, **given)
         for verify in ("every 2", False)
     ]
     for one, other in zip(*runs, strict=True):
@@ -179,7 +178,7 @@ class Scaling(MixedPrecision):
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
 def test_a_scaled_loss_is_compared(layout: str, drops: bool) -> None:
-    given = {"precision": None, "plugins": Scaling()}
+    given = {"trainer": {"plugins": Scaling()}}
     runs = [
         run_ranks(_fit, 2, layout, verify, drops, timeout=120, **given)
         for verify in ("every 2", False)
@@ -193,7 +192,7 @@ def test_a_scaled_loss_is_compared(layout: str, drops: bool) -> None:
 
 
 def test_a_step_whose_gradients_overflow_is_not_compared() -> None:
-    given = {"precision": None, "plugins": Scaling(2.0**40)}
+    given = {"trainer": {"plugins": Scaling(2.0**40)}}
     found = run_ranks(_fit, 2, "tp2", "every 4", timeout=120, **given)
     assert [(one["error"], one["steps"]) for one in found] == [("", 5)] * 2
     assert found[0]["outcomes"]["training step 0"] == (
@@ -203,7 +202,7 @@ def test_a_step_whose_gradients_overflow_is_not_compared() -> None:
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2_one_microbatch"])
 def test_a_fault_is_told_with_a_scaled_loss(layout: str) -> None:
-    given = {"precision": None, "plugins": Scaling()}
+    given = {"trainer": {"plugins": Scaling()}}
     fault = {"step": 2, "once": False}
     for one in run_ranks(_fit, 2, layout, "every 2", False, fault, timeout=120, **given):
         assert one["error"].startswith("LP801"), one["error"]
