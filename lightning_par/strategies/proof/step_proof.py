@@ -345,6 +345,7 @@ class StepProof:
             follow(verdict, model.module.trainer, self._options.on_difference)
         self._choose_next(verdict.seconds if isinstance(verdict, TooLongError) else 0.0)
         if isinstance(verdict, VerificationError):
+            self.outcome = f"{which} differs from that of one process ({verdict.code})."
             self._note(f"differs ({verdict.code})")
         elif isinstance(verdict, CannotProveError):
             self.outcome = f"{which} {NOT_PROVED}: {verdict}."

@@ -329,6 +329,7 @@ EQUAL: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "dropout, tp": (Dropout, "tp2", {}),
     "dropout, pp": (Dropout, "pp2", {}),
     "dropout, zero": (Dropout, "zero3", {}),
+    "dropout, offloaded": (Dropout, "zero2_offload", {}),
     "dropout of a layer of torch": (lambda: Dropout(encoder_layer), "zero3", {}),
     "accumulation, pp": (AdamW, "pp2", {"accumulate_grad_batches": 2}),
     "accumulation, zero": (AdamW, "zero3", {"accumulate_grad_batches": 2}),
