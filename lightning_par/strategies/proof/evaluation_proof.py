@@ -26,7 +26,7 @@ from lightning_par.strategies.data.joined_batch import join_batches, samples_of
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.by_blocks import evaluate_by_blocks
 from lightning_par.strategies.proof.gathering import from_first, gather_batches, gather_state
-from lightning_par.strategies.proof.judge import agree, CannotProveError, Judge
+from lightning_par.strategies.proof.judge import agree, CannotProveError, Judge, verdict_of
 from lightning_par.strategies.proof.on_difference import follow
 from lightning_par.strategies.proof.one_process import evaluate_alone, GivenStep
 from lightning_par.strategies.proof.skeleton import reason_of_run, Skeleton
@@ -172,7 +172,9 @@ class EvaluationProof:
         if is_large:
             # By blocks nobody knows the time before.
             longest = math.inf if self._options.verify_share is None else LONGEST
-            one = evaluate_by_blocks(model, judge, alone, longest) or one
+            found = verdict_of(lambda: evaluate_by_blocks(model, judge, alone, longest))
+            is_known = not isinstance(found, CannotProveError)
+            one = (found or one) if is_known else EvaluationRecord(error=found)
         elif judge is not None:
             one = alone(judge)
         return _Batch(judge=judge, one=one, metrics=MetricsOfBatch(module, looks=True))

@@ -88,11 +88,15 @@ def _path(trainer: pl.Trainer) -> str:
 
 
 def _read(path: str) -> list[str]:
-    files = get_filesystem(path)
-    if not files.exists(path):
+    try:
+        files = get_filesystem(path)
+        if not files.exists(path):
+            return []
+        with files.open(path, "r") as file:
+            return [line.strip() for line in file if line.strip()]
+    except Exception as error:  # whatever a file system raises, on this rank alone
+        _logger.warning("the file %s of faulty hosts cannot be read: %s", path, error)
         return []
-    with files.open(path, "r") as file:
-        return [line.strip() for line in file if line.strip()]
 
 
 def _add(path: str, host: str) -> None:
