@@ -181,7 +181,12 @@ class StepObserver(Callback):
         self._open.enter_context(volume)
         self._open.enter_context(_marked_parameters(self.live))
         # The first look runs the step once more, which is not to be counted.
-        strategy.start.after_look[id(volume)] = volume.clear
+        strategy.start.after_look[id(volume)] = self._begin_anew
+
+    def _begin_anew(self) -> None:
+        assert self._volume is not None
+        self._volume.clear()
+        self.live.restart()
 
     @override
     def on_before_zero_grad(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_par import Hybrid3DStrategy
 from lightning_par.checkpoint.progress import showing
 from lightning_par.errors import ConfigurationError, LightningParError
+from lightning_par.models import TextDataModule
 from lightning_par.observe.live_bytes import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -118,6 +119,22 @@ def test_every_batch_of_an_accumulated_step_counts():
         calls[count] = volume["dp_shard", "all_gather"], volume["dp_shard", "reduce_scatter"]
         assert found.memory[GRADIENTS] > 0
     assert calls[2] == (2 * calls[1][0], calls[1][1])
+
+
+def make_batches_of(size, observer, environment):
+    sizes = {"data_parallel_size": 8, "zero_stage": 3}
+    sizes |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    trainer, module, _ = make(sizes, {"vocab_size": 50_000}, observer, environment)
+    return trainer, module, TextDataModule(length=48, batch_size=size, max_bytes=200_000)
+
+
+def test_the_memory_of_the_first_look_is_left_out():
+    """It takes four samples in both cases, so that it can mask labels of some."""
+    held = [
+        rehearse_apart(partial(make_batches_of, size), num_nodes=1, devices=8, rank=0).peak
+        for size in (1, 2)
+    ]
+    assert held[0] < 0.8 * held[1]
 
 
 def test_distinct_ranks_are_one_of_every_stage_and_the_last():
