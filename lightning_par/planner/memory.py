@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import inf
 
 from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.engine.tensor.chunks import chunk_tokens
@@ -106,13 +107,9 @@ def predict_memory(
     ranks = tuple(made.rank(r) for r in range(layout.sizes.pipeline))
     host = 0.0
     if layout.offload:
-        # The states and a copy of the gradients.
-        # Entries of the fullest rank: `gradients` are bytes of these.
-        most = max(r["gradients"] for r in ranks) / made.code.gradient_bytes
+        # The states and a copy of the gradients, of the fullest rank's shard.
+        most = max(made.weights(r, trained=True, sharded=True) for r in range(len(ranks)))
         host = most * (made.code.state_bytes + made.code.reduce_bytes)
-        # Where gradients are whole on the device, the host still has a rank's shard of the
-        # states.
-        host /= 1 if made.shards_gradients else made.code.shards(layout)
     return MemoryPrediction(ranks=ranks, host=host)
 
 
@@ -153,7 +150,6 @@ class _RankMemory:
         """Return the bytes of a pipeline rank."""
         shape, layout, code = self.shape, self.layout, self.code
         first, last = layout.owners[0] == rank, layout.owners[-1] == rank
-        held, trained = (self._weights(rank, first, last, trained=t) for t in (False, True))
         loss = logit_bytes(shape, layout, code) if last else 0.0
         buffers = _buffers(shape, layout, code)
         # The root unit of FSDP2 is not resharded between forward and backward.
@@ -162,7 +158,7 @@ class _RankMemory:
             ends = shape.end_weights(layout.sizes.tensor, first=first, last=last)
             buffers += code.gather_bytes * ends
         return {
-            **self._states(held, trained),
+            **self._states(rank),
             "activations": self._held_activations(rank, first),
             # Not at the same time: the loss is over when the first block's backward begins.
             "moment": max(self.moment, loss),
@@ -181,25 +177,28 @@ class _RankMemory:
         alone = layout.microbatches == 1 and layout.zero_stage > 0
         return alone or code.reduces_each(layout)
 
-    def _states(self, held: float, trained: float) -> dict[str, float]:
+    def _states(self, rank: int) -> dict[str, float]:
         layout, code, stage = self.layout, self.code, self.layout.zero_stage
-        shards = code.shards(layout)
+        held, trained = (self.weights(rank, trained=t) for t in (False, True))
         # ZeRO (1910.02054, section 5): what a stage shards is divided by the ranks that share it.
-        weights = code.weight_bytes * held / (shards if stage == 3 else 1)
-        if code.fsdp and shards > 1 and stage < 3:
+        held_shard, trained_shard = (
+            self.weights(rank, trained=t, sharded=True) for t in (False, True)
+        )
+        weights = code.weight_bytes * (held_shard if stage == 3 else held)
+        if code.fsdp and code.shards(layout) > 1 and stage < 3:
             # FSDP2 below stage 3: the shard, and the weights gathered for the whole step beside
             # it.
-            weights = code.weight_bytes * held / shards + code.gather_bytes * held
-        gradients = 1 / shards if self.shards_gradients else 1.0
+            weights = code.weight_bytes * held_shard + code.gather_bytes * held
+        gradients = trained_shard if self.shards_gradients else trained
         if code.fsdp and layout.sizes.pipeline > 1:
             # Those of the last step stay until the pipeline has computed the new ones.
-            gradients += 1 / shards
+            gradients += trained_shard
         # Only of what is trained: frozen weights have no moments.
-        states = 0.0 if layout.offload else code.state_bytes * trained
+        states = trained_shard if stage >= 1 else trained
         return {
             "weights": weights,
-            "gradients": code.gradient_bytes * trained * gradients,
-            "states": states / (shards if stage >= 1 else 1),
+            "gradients": code.gradient_bytes * gradients,
+            "states": 0.0 if layout.offload else code.state_bytes * states,
         }
 
     def _held_activations(self, rank: int, first: bool) -> float:
@@ -214,12 +213,27 @@ class _RankMemory:
         waiting = min(layout.microbatches, flight - p + rank + 1)
         return kept * min(flight, p - rank) + self.whole * self.counts[rank] * max(0, waiting)
 
-    def _weights(self, rank: int, first: bool, last: bool, *, trained: bool) -> float:
-        shape, sizes = self.shape, self.layout.sizes
-        found = shape.end_weights(sizes.tensor, first=first, last=last, trained=trained)
-        for start, end in self.spans[rank]:
-            found += shape.span_weights(start, end, sizes.tensor, sizes.expert, trained=trained)
-        return found
+    def weights(self, rank: int, *, trained: bool, sharded: bool = False) -> float:
+        """Return the number of weights of a pipeline rank.
+
+        Args:
+            rank: The rank.
+            trained: Count those that are trained.
+            sharded: Count a rank's share of those whose states ranks share.
+        """
+        layout, code, tensor = self.layout, self.code, self.layout.sizes.tensor
+        first, last = layout.owners[0] == rank, layout.owners[-1] == rank
+        ends = self.shape.end_weights(tensor, first=first, last=last, trained=trained)
+
+        def held(expert: float) -> float:
+            spans = self.spans[rank]
+            span = self.shape.span_weights
+            return ends + sum(span(s, e, tensor, expert, trained=trained) for s, e in spans)
+
+        found, others = held(layout.sizes.expert), held(inf)
+        if not sharded:
+            return found
+        return others / code.shards(layout) + (found - others) / code.expert_shards(layout)
 
     def _kept(self, rank: int, first: bool) -> float:
         """Return the bytes that the rank's blocks keep of a micro-batch."""

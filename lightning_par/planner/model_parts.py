@@ -242,12 +242,12 @@ class TracedShape(TransformerShape):
             for kind in kinds
         }
 
-    def block_weights(self, tensor: int = 1, expert: int = 1, *, trained: bool = False) -> float:
+    def block_weights(self, tensor: int = 1, expert: float = 1, *, trained: bool = False) -> float:
         """Return the mean over the blocks."""
         return self.span_weights(0, self.layers, tensor, expert, trained=trained) / self.layers
 
     def span_weights(
-        self, start: int, end: int, tensor: int = 1, expert: int = 1, *, trained: bool = False
+        self, start: int, end: int, tensor: int = 1, expert: float = 1, *, trained: bool = False
     ) -> float:
         """Return the parameters of some blocks that one rank holds."""
 

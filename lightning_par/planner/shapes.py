@@ -100,12 +100,12 @@ class TransformerShape:
         """Tell whether a tensor-parallel degree is possible."""
         return self.heads % tensor == 0 and self.kv_heads % tensor == 0
 
-    def block_weights(self, tensor: int = 1, expert: int = 1, *, trained: bool = False) -> float:
+    def block_weights(self, tensor: int = 1, expert: float = 1, *, trained: bool = False) -> float:
         """Return the weights of a block that one rank of these axes holds.
 
         Args:
             tensor: Degree of the tensor axis.
-            expert: Degree of the expert axis.
+            expert: Degree of the expert axis; infinite: without experts.
             trained: Count those that are trained, which here are all.
         """
         # Shared experts are on every rank of the expert axis.
@@ -113,7 +113,7 @@ class TransformerShape:
         return (self.attention_weights + experts * self.expert_weights) / tensor
 
     def span_weights(
-        self, start: int, end: int, tensor: int = 1, expert: int = 1, *, trained: bool = False
+        self, start: int, end: int, tensor: int = 1, expert: float = 1, *, trained: bool = False
     ) -> float:
         """Return the weights of the blocks `start` to `end` - 1 that one rank holds."""
         return (end - start) * self.block_weights(tensor, expert, trained=trained)
@@ -468,6 +468,14 @@ class Implementation:
         # FSDP shards over dp_shard; others over the context ranks as well, which hold the same
         # weights.
         return layout.sizes.data_shard * (1 if self.fsdp else layout.sizes.context)
+
+    def expert_shards(self, layout: Layout) -> int:
+        """Return how many ranks share the states of an expert."""
+        sizes, shards = layout.sizes, self.shards(layout)
+        if sizes.expert == 1 or shards == 1:
+            return shards
+        # Those that hold the same experts, whichever tokens of a sequence they have.
+        return max(1, sizes.data_shard * sizes.context // sizes.expert)
 
     def reduces_each(self, layout: Layout) -> bool:
         """Return whether the gradients of every micro-batch are reduced."""

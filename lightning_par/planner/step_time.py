@@ -1,7 +1,8 @@
 """Time of an optimizer step: the pipeline, what replicas exchange, and the optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from lightning_par.planner.constants import Constants
 from lightning_par.planner.operations import Clock, Collective, ranks_inside
@@ -29,6 +30,21 @@ class StepTime:
     seconds: float
     bubble: float
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Weights that replicas share.
+
+    Attributes:
+        number: Of one rank, before the ranks divide them.
+        ranks: That share their states.
+        degree: Of the expert axis, if they are experts.
+    """
+
+    number: float
+    ranks: int
+    degree: int = 1
 
 
 class StepCost:
@@ -76,16 +92,17 @@ class StepCost:
 
     # Replicas -------------------------------------------------------------------------------------
 
-    def held(self, *, trained: bool = False) -> float:
+    def held(self, expert: float, *, trained: bool = False) -> float:
         """Return the weights of the fullest rank's stages, before the replicas divide them.
 
         Args:
+            expert: Degree of the expert axis; infinite: without experts.
             trained: Count those that are trained: frozen ones have no gradient and no state.
         """
         m, layout, sizes = self.shape, self.layout, self.layout.sizes
         fullest = max(
             sum(
-                m.span_weights(start, end, sizes.tensor, sizes.expert, trained=trained)
+                m.span_weights(start, end, sizes.tensor, expert, trained=trained)
                 for start, end in spans
             )
             for spans in layout.spans(m.layers)
@@ -94,19 +111,42 @@ class StepCost:
         alone = sizes.pipeline == 1
         return fullest + m.end_weights(sizes.tensor, first=True, last=alone, trained=trained)
 
-    def over_data(self, kind: Collective, size: float, pieces: int = 1) -> float:
+    def _shared(self, weights: Callable[[float], float]) -> list[_Shared]:
+        """Return the weights of a rank by the ranks that share them.
+
+        Args:
+            weights: Number of the weights for a degree of the expert axis.
+        """
+        code, layout, degree = self.code, self.layout, self.layout.sizes.expert
+        shards, found = code.shards(layout), weights(degree)
+        if degree == 1 or shards == 1:
+            return [_Shared(found, shards)]
+        others = weights(inf)
+        experts = _Shared(found - others, code.expert_shards(layout), degree)
+        return [_Shared(others, shards), experts]
+
+    def _trained(self) -> list[_Shared]:
+        return self._shared(lambda expert: self.held(expert, trained=True))
+
+    def over_data(
+        self, kind: Collective, width: float, weights: list[_Shared], pieces: int = 1
+    ) -> float:
         """Return the time of a collective over the replicas, sharded first, then replicated.
 
         Args:
             kind: Which.
-            size: Bytes of the whole.
+            width: Bytes of a weight.
+            weights: The whole.
             pieces: Collectives that share them, each of which waits; they start while others run.
         """
-        sizes, node = self.layout.sizes, self.clock.device.node
-        shard = self.code.shards(self.layout)
+        return sum(self._over_ranks(kind, width * one.number, one, pieces) for one in weights)
+
+    def _over_ranks(self, kind: Collective, size: float, one: _Shared, pieces: int) -> float:
+        sizes, node, shard = self.layout.sizes, self.clock.device.node, one.ranks
+        apart = sizes.tensor * one.degree
         # HSDP: whole copies of the sharded state, between which an all-reduce follows.
-        copies = sizes.data * sizes.context // shard
-        inside = ranks_inside(shard, sizes.tensor, node)
+        copies = sizes.data * sizes.context // (shard * one.degree)
+        inside = ranks_inside(shard, apart, node)
         waits = (pieces - 1) * self.clock.wait
         slower = self.clock.shared if self.code.fsdp and shard <= inside else None
         if slower is None:
@@ -119,20 +159,20 @@ class StepCost:
             time = 0.0
         # Weights are gathered inside of a copy only.
         if copies > 1 and kind != "all_gather":
-            inside = ranks_inside(copies, sizes.tensor * shard, node)
+            inside = ranks_inside(copies, apart * shard, node)
             time += self.clock.collective("all_reduce", size / shard, copies, inside) + waits
         return time
 
     def replicas(self) -> float:
         """Return the time of gradients, and of weights back, outside of the micro-batches."""
-        code, held, stage = self.code, self.held(trained=True), self.layout.zero_stage
+        code, trained, stage = self.code, self._trained(), self.layout.zero_stage
         # Whole replicas: one all-reduce, nothing comes back.
         if stage == 0:
-            return self.over_data("all_reduce", code.reduce_bytes * held)
+            return self.over_data("all_reduce", code.reduce_bytes, trained)
         pieces = self._blocks() + 1  # every block, and what is around them
-        reduced = self.over_data("reduce_scatter", code.reduce_bytes * held, pieces)
+        reduced = self.over_data("reduce_scatter", code.reduce_bytes, trained, pieces)
         return reduced + (
-            self.over_data("all_gather", code.gather_bytes * held, pieces) if stage < 3 else 0
+            self.over_data("all_gather", code.gather_bytes, trained, pieces) if stage < 3 else 0
         )
 
     def _blocks(self) -> int:
@@ -145,13 +185,12 @@ class StepCost:
         The block is gathered for the forward and again for the backward. Its gradients are summed
         in each micro-batch, or once for all, which is then divided by their number.
         """
-        sizes = self.layout.sizes
-        weights = self.shape.block_weights
-        held = weights(sizes.tensor, sizes.expert)
-        trained = weights(sizes.tensor, sizes.expert, trained=True)
+        tensor, weights = self.layout.sizes.tensor, self.shape.block_weights
+        held = self._shared(lambda expert: weights(tensor, expert))
+        trained = self._shared(lambda expert: weights(tensor, expert, trained=True))
         # In the forward, and again in the backward, as blocks are resharded between them.
-        gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
-        reduced = self.over_data("reduce_scatter", self.code.reduce_bytes * trained)
+        gathered = 2 * self.over_data("all_gather", self.code.gather_bytes, held)
+        reduced = self.over_data("reduce_scatter", self.code.reduce_bytes, trained)
         each = self.code.reduces_each(self.layout)
         return gathered + (reduced if each else reduced / self.layout.microbatches)
 
@@ -174,10 +213,10 @@ class StepCost:
 
     def optimizer(self) -> float:
         """Return the time of the update of what this rank owns, and of the norm of gradients."""
-        held = self.held(trained=True)
+        trained, sharded = self._trained(), self.layout.zero_stage > 0
         # Sharded states: each rank updates its part.
-        owned = held / (self.code.shards(self.layout) if self.layout.zero_stage else 1)
-        traffic = self.code.step_traffic * owned + 8 * held
+        owned = sum(one.number / (one.ranks if sharded else 1) for one in trained)
+        traffic = self.code.step_traffic * owned + 8 * sum(one.number for one in trained)
         if self.layout.offload:
             # Gradients to the host and weights back; the update itself reads host memory.
             host = self.clock.device.host_link
@@ -189,7 +228,7 @@ class StepCost:
         m, layout, code, sizes = self.shape, self.layout, self.code, self.layout.sizes
         passes = layout.microbatches * self._blocks()
         again = 1 if layout.recompute == "full" else 0
-        hidden, shares = self.block.hidden_bytes, code.shards(layout)
+        hidden = self.block.hidden_bytes
         # Forward, backward, and a recomputed forward.
         of_tokens = passes * (2 + again) * hidden
         of_experts = passes * (2 + again) * 2 * code.expert_bytes(m, layout)
@@ -200,11 +239,12 @@ class StepCost:
         reductions = layout.microbatches if code.reduces_each(layout) else 1
         # Stage 3: for each micro-batch in forward and backward; below, once a step.
         gathers = 2 * layout.microbatches if layout.zero_stage == 3 else 1
-        trained = self.held(trained=True)
+        trained = self._trained()
         # Stages below 3 gather what the optimizer has changed; stage 3 gathers all there is.
-        gathered = self.held() if layout.zero_stage == 3 else trained
-        sent = reductions * code.reduce_bytes * trained + gathers * code.gather_bytes * gathered
-        copied = 2 * code.reduce_bytes * trained / shares
+        gathered = self._shared(self.held) if layout.zero_stage == 3 else trained
+        sent = [_sent(one.ranks, reductions * code.reduce_bytes * one.number) for one in trained]
+        sent += [_sent(one.ranks, gathers * code.gather_bytes * one.number) for one in gathered]
+        copied = [2 * code.reduce_bytes * one.number / one.ranks for one in trained]
         return {
             "pp": 2
             * layout.microbatches
@@ -212,10 +252,11 @@ class StepCost:
             * hidden
             / (sizes.tensor if split else 1)
             * (sizes.pipeline > 1),
-            "dp_replicate": _sent(sizes.data_replicate, copied),
-            "dp_shard": _sent(shares, sent),
+            "dp_replicate": _sent(sizes.data_replicate, sum(copied)),
+            "dp_shard": sum(sent),
             "cp": (sizes.context - 1) * passes * (3 + again) * keys
-            + _sent(sizes.context, copied if code.fsdp else 0),
+            # Context ranks share experts that are divided.
+            + _sent(sizes.context, copied[0] if code.fsdp else 0),
             "ep": _sent(sizes.expert, of_experts),
             "tp": _sent(sizes.tensor, 2 * m.tensor_sums * of_tokens),
         }
@@ -269,9 +310,7 @@ class StepCost:
             traffic = m * self._blocks() * self.gathers()
         elif self.code.reduces_each(layout) and m > 1:
             traffic = m * self.over_data(
-                "reduce_scatter",
-                self.code.reduce_bytes * self.held(trained=True),
-                self._blocks() + 1,
+                "reduce_scatter", self.code.reduce_bytes, self._trained(), self._blocks() + 1
             )
         else:
             # Gradients are whole in the last backward only; weights are gathered by the first

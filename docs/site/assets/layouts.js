@@ -25,6 +25,16 @@ function blockWeights(m, tensor, expert) {
   return (attentionWeights(m) + (m.experts / expert + m.shared_experts) * expertWeights(m)) / tensor;
 }
 
+// Weights of a block, of which each rank has a share of the states: those of experts are shared by
+// the ranks that hold the same ones, whichever tokens of a sequence they have.
+function shardOfBlock(m, s) {
+  const shard = blockWeights(m, s.tensor, s.expert) / s.data_shard;
+  if (s.expert === 1 || s.data_shard === 1) return shard;
+  const others = blockWeights(m, s.tensor, Infinity);
+  const ranks = Math.max(1, Math.floor((s.data_shard * s.context) / s.expert));
+  return others / s.data_shard + (blockWeights(m, s.tensor, s.expert) - others) / ranks;
+}
+
 function parameters(m) {
   return m.layers * blockWeights(m, 1, 1) + m.vocab * m.model_dim * (m.tied ? 1 : 2);
 }
@@ -75,16 +85,16 @@ function shardsGradients(l) {
   return l.microbatches === 1 || (l.zero_stage >= 2 && l.sizes.pipeline > 1);
 }
 
-function states(l, code, held) {
+function states(l, code, held, shard) {
   const over = l.sizes.data_shard;
   const zero = l.zero_stage;
   const gathered = over > 1 && zero < 3 ? code.gather_bytes * held : 0;
   // Under a pipeline those of the last step stay until the new ones are computed.
-  const copies = (shardsGradients(l) ? 1 / over : 1) + (l.sizes.pipeline > 1 ? 1 / over : 0);
+  const gradients = (shardsGradients(l) ? shard : held) + (l.sizes.pipeline > 1 ? shard : 0);
   return {
-    weights: (code.weight_bytes * held) / over + gathered,
-    gradients: code.gradient_bytes * held * copies,
-    states: (l.offload ? 0 : code.state_bytes * held) / (zero >= 1 ? over : 1),
+    weights: code.weight_bytes * (over > 1 || zero === 3 ? shard : held) + gathered,
+    gradients: code.gradient_bytes * gradients,
+    states: l.offload ? 0 : code.state_bytes * (zero >= 1 ? shard : held),
   };
 }
 
@@ -109,13 +119,17 @@ function memory(m, l, code) {
   // At stage 3 what is around the blocks stays gathered.
   const around = l.zero_stage === 3 && s.data_shard > 1 ? code.gather_bytes : 0;
   const logits = (code.logit_bytes * tokens(m, l) * m.vocab) / s.tensor;
+  let mostShard = 0;
   const ranks = split(m.layers, s.pipeline).map((count, r) => {
     const first = r === 0;
     const last = r === s.pipeline - 1;
     const ends = m.tied ? Number(first || last) : Number(first) + Number(last);
-    const held = count * weights + (ends * m.vocab * m.model_dim) / s.tensor;
+    const tables = (ends * m.vocab * m.model_dim) / s.tensor;
+    const held = count * weights + tables;
+    const shard = count * shardOfBlock(m, s) + tables / s.data_shard;
+    mostShard = Math.max(mostShard, shard);
     return {
-      ...states(l, code, held),
+      ...states(l, code, held, shard),
       activations: kept * count * Math.min(l.microbatches, s.pipeline - r),
       moment: Math.max(moment, last ? logits : 0),
       buffers: buffers(m, l, code, weights) + around * (held - count * weights),
@@ -124,9 +138,7 @@ function memory(m, l, code) {
   const most = Math.max(...ranks.map((r) => sum(r)));
   const at = ranks.findIndex((r) => sum(r) === most);
   // The states and a copy of the gradients.
-  const held = Math.max(...ranks.map((r) => r.gradients)) / code.gradient_bytes;
-  const shards = shardsGradients(l) ? 1 : s.data_shard;
-  const host = l.offload ? (held * (code.state_bytes + code.reduce_bytes)) / shards : 0;
+  const host = l.offload ? mostShard * (code.state_bytes + code.reduce_bytes) : 0;
   return { ranks, peak: most, peak_rank: at, host };
 }
 
@@ -145,14 +157,19 @@ function traffic(m, l, code) {
   const reductions = l.zero_stage >= 2 && s.pipeline > 1 ? k : 1;
   const gathers = l.zero_stage === 3 ? 2 * k : 1;
   const tables = ((m.vocab * m.model_dim) / s.tensor) * (s.pipeline === 1 && !m.tied ? 2 : 1);
-  const held = blocks * blockWeights(m, s.tensor, s.expert) + tables;
   const over = s.data_shard;
+  const divided = s.expert > 1 && over > 1;
+  // Experts are shared by those that hold the same ones, if an expert degree divides them.
+  const others = blocks * blockWeights(m, s.tensor, divided ? Infinity : s.expert) + tables;
+  const experts = blocks * blockWeights(m, s.tensor, s.expert) + tables - others;
+  const alike = divided ? Math.max(1, Math.floor((over * s.context) / s.expert)) : 1;
   const sent = (ranks, size) => ((ranks - 1) / ranks) * size;
-  const copied = (2 * code.reduce_bytes * held) / over;
+  const width = reductions * code.reduce_bytes + gathers * code.gather_bytes;
+  const copied = (2 * code.reduce_bytes * others) / over;
   return {
     pp: s.pipeline > 1 ? (2 * k * hidden) / parts : 0,
-    dp_replicate: sent(s.data_replicate, copied),
-    dp_shard: sent(over, (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held),
+    dp_replicate: sent(s.data_replicate, copied + (2 * code.reduce_bytes * experts) / alike),
+    dp_shard: sent(over, width * others) + sent(alike, width * experts),
     cp: (s.context - 1) * passes * (3 + again) * keys + sent(s.context, copied),
     ep: sent(s.expert, 2 * passes * (2 + again) * expertBytes(m, l, code)),
     tp: sent(s.tensor, 4 * ofTokens),

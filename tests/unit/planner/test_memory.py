@@ -94,6 +94,40 @@ def test_offload_moves_states_to_the_host_and_experts_are_divided() -> None:
     assert held[0] - held[1] == pytest.approx(2 * 2 * 7 * experts.expert_weights)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("code", [Implementation(), WRITTEN])
+def test_states_of_experts_are_shared_by_as_many_ranks_with_any_expert_degree(
+    stage: int, code: Implementation
+) -> None:
+    """The ranks that hold the same experts shard them; there are fewer where `ep` divides them."""
+    experts = replace(SHAPE, experts=64, experts_per_token=2)
+    held = [
+        predict_memory(
+            experts, Layout(sizes=ParallelSizes(data_shard=8, expert=e), zero_stage=stage), code
+        ).ranks[0]
+        for e in (1, 2, 8)
+    ]
+    assert len({rank["states"] for rank in held}) == 1
+    if stage == 3:
+        assert len({rank["weights"] for rank in held}) == 1
+        assert len({rank["gradients"] for rank in held}) == 1
+    else:  # gathered weights, or those of Megatron-LM, are of the rank's experts only
+        assert held[0]["weights"] > held[1]["weights"] > held[2]["weights"]
+
+
+def test_with_an_expert_degree_context_ranks_shard_experts_too() -> None:
+    experts = replace(SHAPE, experts=64, experts_per_token=2)
+    states = [
+        predict_memory(
+            experts, Layout(sizes=ParallelSizes(data_shard=4, context=2, expert=e), zero_stage=3)
+        ).ranks[0]["states"]
+        for e in (1, 2, 8)
+    ]
+    weights = 8 * 64 * experts.expert_weights
+    assert states[0] - states[1] == pytest.approx(Implementation().state_bytes * weights / 8)
+    assert states[1] == states[2]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zbv"])
 def test_the_peak_of_few_ranks_is_that_of_all(schedule: str) -> None:
     layout = Layout(

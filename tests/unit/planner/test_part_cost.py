@@ -142,8 +142,32 @@ def test_zero_3_gathers_the_experts_of_a_rank_only() -> None:
         layout = Layout(sizes=ParallelSizes(data_shard=8, expert=expert), zero_stage=3)
         return StepCost(sparse, layout, H100, Implementation(), IDEAL).gathers()
 
-    held = [sparse.attention_weights + 8 / e * sparse.expert_weights for e in (1, 4)]
-    assert gathered(4) / gathered(1) == pytest.approx(held[1] / held[0], rel=1e-6)
+    dense, one = sparse.attention_weights, sparse.expert_weights
+    # Eight ranks gather all; with four groups of experts two ranks hold the same two.
+    wanted = (7 / 8 * dense + 1 / 2 * 2 * one) / (7 / 8 * (dense + 8 * one))
+    assert gathered(4) / gathered(1) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_optimizer_updates_as_many_experts_with_any_degree_and_replicas_send_fewer() -> None:
+    sparse = replace(SHAPE, experts=8, experts_per_token=2)
+    costs = [
+        StepCost(
+            sparse,
+            Layout(sizes=ParallelSizes(data_shard=8, expert=expert), zero_stage=2),
+            H100,
+            Implementation(step_traffic=1e6),
+            IDEAL,
+        )
+        for expert in (1, 2, 8)
+    ]
+    updates = [cost.optimizer() for cost in costs]
+    assert updates == pytest.approx([updates[0]] * 3, rel=1e-4)
+    sent = [cost.traffic()["dp_shard"] for cost in costs]
+    dense = 4 * SHAPE.attention_weights + SHAPE.table_weights
+    width = (4 + 2) * 4 * sparse.expert_weights
+    assert sent[2] == pytest.approx(6 * 7 / 8 * dense)  # nobody else holds its experts
+    assert sent[0] - sent[2] == pytest.approx(7 / 8 * 8 * width)
+    assert sent[1] - sent[2] == pytest.approx(3 / 4 * 4 * width)
 
 
 def test_gradients_that_a_product_adds_itself_cost_no_pass_of_their_own() -> None:
