@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.tensor_tree import tensors_of
-from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.pytree import leaves_of, map_leaves
 from lightning_par.upstream.tensor import memory_key, written_by
 
 __all__ = ["BatchTape", "TapedTensor"]
@@ -36,9 +35,6 @@ _MOVES = frozenset(
 )
 """Functions that leave values as they are."""
 _BOUNDS = frozenset(("clamp", "clamp_", "clamp_min", "clamp_min_"))
-_WITHOUT_TENSORS = frozenset(
-    {NoneType, bool, float, int, slice, str, torch.device, torch.dtype, torch.Size}
-)
 _MODULE_FILE = inspect.getfile(nn.Module)
 
 
@@ -146,7 +142,7 @@ class TapedTensor:
 
         with torch.no_grad():
             for call in self.calls:
-                args, kwargs = tree_map(value, call.given)
+                args, kwargs = map_leaves(value, call.given)
                 results = _tensors_in(call.function(*args, **kwargs))
                 made.update(zip(call.results, results, strict=True))
         return made[self.number]
@@ -175,18 +171,21 @@ class BatchTape:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], got: Any
     ) -> None:
         """Record a call of the step, if it belongs to the tape; `got` is what it returned."""
+        if not self._is_open:
+            return
         name = getattr(function, "__name__", "")
-        given, made = _tensors_in((args, kwargs)), _tensors_in(got)
-        numbers = [self._number_of(tensor) for tensor in given]
         target = written_by(name, args, kwargs)
         written = None if target is None else self._number_of(target)
-        if None in numbers or not (given or made) or _draws(name):
+        given = _tensors_in((args, kwargs))
+        belongs = all(self._number_of(tensor) is not None for tensor in given)
+        made = _tensors_in(got) if belongs else []
+        if not belongs or not (given or made) or _draws(name):
             # What it writes to is no longer made of the batch, nor what shares that memory.
             self._is_open &= written is None
         elif made or target is not None:
             if name == "__get__":  # a property, such as `mask.T`: its function cannot be pickled
                 function = attrgetter(function.__self__.__name__)  # type: ignore[attr-defined]
-            stand_ins = tree_map(self._stand_in, (tuple(args), dict(kwargs)))
+            stand_ins = map_leaves(self._stand_in, (tuple(args), dict(kwargs)))
             results = tuple(self._number_of(tensor, adds=True) or 0 for tensor in made)
             inside = _submodules() > self._depth
             self._calls.append(_Call(function, stand_ins, results, written, inside))
@@ -210,7 +209,7 @@ class BatchTape:
             writes = call.written is not None and memory_key(self._held[call.written]) in memory
             if not writes and needed.isdisjoint(call.results):
                 continue
-            taken = [held.number for held in tree_leaves(call.given) if isinstance(held, _Made)]
+            taken = [held.number for held in leaves_of(call.given) if isinstance(held, _Made)]
             if not calls and not is_bounded and getattr(call.function, "__name__", "") in _BOUNDS:
                 return self.of(self._held[taken[0]], is_bounded=call.written is not None)
             calls.append(call)
@@ -266,17 +265,7 @@ def _no_dim(_: int | None) -> bool:
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
-    # Asked of every call of the step. `tree_leaves` gives the same, but takes much longer.
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return [tensor for item in tree for tensor in _tensors_in(item)]
-    if kind is dict:
-        return [tensor for item in tree.values() for tensor in _tensors_in(item)]
-    if isinstance(tree, Tensor):
-        return [tree]
-    if kind in _WITHOUT_TENSORS:
-        return []
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

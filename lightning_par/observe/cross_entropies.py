@@ -25,10 +25,12 @@ __all__ = ["LookAtLosses", "SeenLoss", "SeenWeight"]
 _LOSSES: dict[Any, inspect.Signature] = {
     function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
 }
-_LOGITS = (F.cross_entropy, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
-_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-_QUOTIENTS = (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__)
-_CHOICES = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
+_LOGITS = frozenset((F.cross_entropy, F.log_softmax, torch.log_softmax, Tensor.log_softmax))
+_PRODUCTS = frozenset((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__))
+_QUOTIENTS = frozenset(
+    (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__)
+)
+_CHOICES = frozenset((torch.masked_select, Tensor.masked_select, Tensor.__getitem__))
 _SHARPER = 8.0
 """Factor of logits: the losses of samples of a model that knows nothing yet differ by little."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 
-from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.pytree import leaves_of, map_leaves
 
 __all__ = ["LossTerms"]
 
@@ -59,7 +59,10 @@ class LossTerms:
         is_sum = name in _SUMS
         if not is_sum and (name not in _FACTORS or not self._known):
             return []
-        found = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        # Most calls of a model are of large tensors: its arguments are gone through otherwise.
+        if args and type(args[0]) is Tensor and args[0].numel() > _ENTRIES:
+            return []
+        found = {id(t): t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)}
         if any(type(t) not in (Tensor, nn.Parameter) for t in found.values()):
             return []
         if any(t.numel() > _ENTRIES for t in found.values()):
@@ -116,5 +119,5 @@ def _apply(
     # A number that is added belongs to the first term.
     if is_sum and number and len(args) == 2 and isinstance(args[0], Tensor):
         args = args[0], 0 if type(args[1]) in (int, float) else args[1]
-    made: Tensor = function(*tree_map(value, tuple(args)), **tree_map(value, dict(kwargs)))
+    made: Tensor = function(*map_leaves(value, tuple(args)), **map_leaves(value, dict(kwargs)))
     return made

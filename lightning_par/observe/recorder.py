@@ -25,7 +25,7 @@ from lightning_par.observe.watchers import (
     watch,
     Watcher,
 )
-from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.pytree import map_leaves
 from lightning_par.upstream.tensor import memory_key
 
 __all__ = [
@@ -263,7 +263,7 @@ def _with_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(made, name, _with_tensors(inside, function))
         return made
 
-    return tree_map(changed, tree)
+    return map_leaves(changed, tree)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

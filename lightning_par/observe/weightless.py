@@ -26,7 +26,7 @@ from lightning_par.observe.known_results import KnownResults
 from lightning_par.observe.live_bytes import LiveBytes
 from lightning_par.upstream.dispatch import FakeTensorMode, item_operator, operator_schema
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.pytree import map_leaves
 
 __all__ = ["WeightlessTensors"]
 
@@ -158,7 +158,7 @@ class WeightlessTensors(LiveBytes):
         # A view, or what was written in place, stays the tensor that it is.
         if _gives_new(func):
             choices = partial(_choices, func, args, kwargs, tensors[0])
-            out = tree_map(lambda t: self._value(func, t, choices), out)
+            out = map_leaves(lambda t: self._value(func, t, choices), out)
         return out
 
     def _compute_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -176,9 +176,9 @@ class WeightlessTensors(LiveBytes):
             return fake
 
         with self._fakes:
-            out = func(*tree_map(without_values, args), **tree_map(without_values, kwargs))
+            out = func(*map_leaves(without_values, args), **map_leaves(without_values, kwargs))
         # What is changed in place is the tensor that was given.
-        return tree_map(lambda t: stand_ins[id(t)][1] if id(t) in stand_ins else t, out)
+        return map_leaves(lambda t: stand_ins[id(t)][1] if id(t) in stand_ins else t, out)
 
     def _value(self, func: Any, leaf: Any, choices: Callable[[], int]) -> Any:
         """Return what stands in for a result: real values for scalars and choices."""
@@ -257,5 +257,5 @@ def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
         originals[id(stand_in)] = stand_in, leaf
         return stand_in
 
-    out = func(*tree_map(empty, args), **tree_map(empty, kwargs))
-    return tree_map(lambda t: originals[id(t)][1] if isinstance(t, Tensor) else t, out)
+    out = func(*map_leaves(empty, args), **map_leaves(empty, kwargs))
+    return map_leaves(lambda t: originals[id(t)][1] if isinstance(t, Tensor) else t, out)

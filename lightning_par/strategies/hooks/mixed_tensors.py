@@ -20,7 +20,7 @@ from lightning_par.strategies.hooks.innermost_mode import asks_innermost
 from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, whole_of, write_slice
 from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.pytree import leaves_of, map_leaves
 from lightning_par.upstream.tensor import plain_functions, written_by
 
 __all__ = [
@@ -50,13 +50,13 @@ def is_masked(name: str, args: Any) -> bool:
     """Return whether entries are chosen by their values."""
     if name == "where":
         return len(args) == 1
-    indices = tree_leaves(args[1:2]) if name == "__getitem__" else []
+    indices = leaves_of(args[1:2]) if name == "__getitem__" else []
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def run(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Run a function of this rank's tensors, some of which may be DTensors."""
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
     parts = [t for t in tensors if isinstance(t, DTensor)]
     name = getattr(func, "__name__", "")
     if is_slice(target) or (isinstance(target, DTensor) and name == "__setitem__"):
@@ -74,7 +74,7 @@ def run(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, A
                 return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):  # it has no rule for such tensors
         pass
-    args, kwargs = tree_map(whole_of, (args, kwargs))
+    args, kwargs = map_leaves(whole_of, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -95,7 +95,7 @@ def _write(func: Callable[..., Any], target: DTensor, args: Any, kwargs: Any) ->
         func = Tensor.copy_  # the shard is not the memory of the DTensor that stands for it
     # Plain tensors count as replicated: each rank has the same.
     with implicit_replication(), torch.no_grad():
-        args, kwargs = tree_map(like_target, (args, kwargs))
+        args, kwargs = map_leaves(like_target, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -177,7 +177,7 @@ class MixedTensors(TorchFunctionMode):
         # Properties; and lists, of which all entries are alike.
         if name in ("__get__", "__set__") or name.startswith("_foreach_"):
             return func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         parts = [t for t in tensors if isinstance(t, DTensor)]
         if not parts and not any(map(is_slice, tensors)):
             return func(*args, **kwargs)

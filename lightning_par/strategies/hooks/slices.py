@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from lightning_par.dtensor import shard_of, whole
 from lightning_par.errors import ConfigurationError
-from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.pytree import leaves_of, map_leaves
 from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["VIEWS", "is_slice", "slice_of", "whole_of", "write_slice"]
@@ -51,8 +51,8 @@ def slice_of(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
             out = func(source, *rest, **kwargs)
     except (NotImplementedError, RuntimeError):  # it has no rule for such a view
         out = func(whole(source.detach()), *rest, **kwargs)
-    others, options = tree_map(whole_of, (rest, dict(kwargs)))
-    for index, view in enumerate(tree_leaves(out)):
+    others, options = map_leaves(whole_of, (rest, dict(kwargs)))
+    for index, view in enumerate(leaves_of(out)):
         if isinstance(view, Tensor) and (is_slice(source) or _memory(view) != _memory(source)):
             make = partial(_made_again, func, others, options, index)
             vars(view)[_SOURCE] = source, make
@@ -92,7 +92,7 @@ def write_slice(
         values = [whole(views[-1].detach()).clone()]
         for make in reversed(steps):
             values.append(make(values[-1]))
-        args, kwargs = tree_map(
+        args, kwargs = map_leaves(
             lambda value: values[-1] if value is target else whole_of(value), (args, dict(kwargs))
         )
         func(*args, **kwargs)
@@ -111,7 +111,7 @@ def _take(part: Tensor, value: Tensor) -> None:
 def _made_again(
     func: Callable[..., Any], rest: Iterable[Any], options: Mapping[str, Any], index: int, x: Tensor
 ) -> Tensor:
-    found: list[Tensor] = tree_leaves(func(x, *rest, **options))
+    found: list[Tensor] = leaves_of(func(x, *rest, **options))
     return found[index]
 
 

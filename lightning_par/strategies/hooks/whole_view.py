@@ -58,7 +58,7 @@ from lightning_par.strategies.step.absent_parameter import (
 )
 from lightning_par.upstream.dispatch import FakeTensorMode
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.pytree import leaves_of, map_leaves
 from lightning_par.upstream.tensor import mark_as_parameter, written_by
 
 __all__ = ["WholeView"]
@@ -266,7 +266,7 @@ class WholeView(TorchFunctionMode):
 
         **Communicates**: their values.
         """
-        return tree_map(self._value_of, tree)
+        return map_leaves(self._value_of, tree)
 
     def parameters_here(self) -> dict[str, Tensor]:
         """Return what this stage has to give to others."""
@@ -383,10 +383,10 @@ class WholeView(TorchFunctionMode):
             args = (kwargs.pop("tensor"),)
         if self._is_paused:
             return func(*args, **kwargs)
-        parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
+        parts = [t for t in leaves_of((args, kwargs)) if self._is_part(t)]
         name = getattr(func, "__name__", "")
         if name in _LIKE and parts and not self._is_part(args[0]):
-            args, parts = (args[0], *tree_map(self._like, args[1:])), []
+            args, parts = (args[0], *map_leaves(self._like, args[1:])), []
         if not parts:
             if self._averages and name in _HOOKS and isinstance(args[0], nn.Parameter):
                 raise refused_hook(
@@ -450,7 +450,7 @@ class WholeView(TorchFunctionMode):
         return tuple(out) if out else None
 
     def _again_each(self, func: Any, args: Any, kwargs: Any) -> Any:
-        parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
+        parts = [t for t in leaves_of((args, kwargs)) if self._is_part(t)]
         return self._call(func, func.__name__, args, kwargs, parts)
 
     def _call(
@@ -493,7 +493,7 @@ class WholeView(TorchFunctionMode):
 
     def _others(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return arguments with values in the place of parts, but for what is written to."""
-        return tree_map(lambda t: t if t is target else self._value_of(t), (args, kwargs))
+        return map_leaves(lambda t: t if t is target else self._value_of(t), (args, kwargs))
 
     def _draw(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Draw random numbers for the whole of a tensor, on every rank."""
@@ -518,7 +518,7 @@ class WholeView(TorchFunctionMode):
 
         fqn = next(t.fqn for t in parts if isinstance(t, AbsentParameter))
         with self._fakes, torch.no_grad():
-            args, kwargs = tree_map(fake, (args, kwargs))
+            args, kwargs = map_leaves(fake, (args, kwargs))
             out = func(*args, **kwargs)
 
         def stand(value: Any) -> Any:
@@ -526,7 +526,7 @@ class WholeView(TorchFunctionMode):
                 return value
             return self.stand_for(About(fqn, tuple(value.shape), value.dtype), stage)
 
-        return tree_map(stand, out)
+        return map_leaves(stand, out)
 
     def _tagged(self, value: Any, stage: int | None) -> Any:
         if isinstance(value, Tensor) and stage is not None and id(value) not in self._held:
@@ -539,9 +539,9 @@ class WholeView(TorchFunctionMode):
         """Note to which stage a result belongs; give one with a single entry to all."""
         if target is not None:
             return out
-        out = tree_map(lambda value: self._tagged(value, stage), out)
+        out = map_leaves(lambda value: self._tagged(value, stage), out)
         reduces = name not in _ALIASES and name != "__get__" and any(t.ndim for t in parts)
-        return tree_map(lambda v: self._value_of(v) if reduces and is_number(v) else v, out)
+        return map_leaves(lambda v: self._value_of(v) if reduces and is_number(v) else v, out)
 
 
 def _marked(tensor: Tensor) -> Any:
