@@ -20,7 +20,7 @@ import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_par import Hybrid3DStrategy
 from lightning_par.dtensor import local_part
 from lightning_par.errors import LightningParError
+from tests.support.models.plain_language_model import blocks_of_plain_nets
 from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
@@ -93,6 +94,7 @@ class Case:
         batch_size: Samples of a global batch.
         tolerance: Allowed difference of weights, absolute; logged losses, which Lightning may keep
             in float32, may differ by 1e-6 or by this, if it is more.
+        blocks: Of a `PlainNet`, at least; the time of a cell grows with them.
     """
 
     make: Callable[[], tuple[Any, ...]]
@@ -102,6 +104,12 @@ class Case:
     trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     batch_size: int = 8
     tolerance: float = 1e-8
+    blocks: int = 4
+
+    def blocks_on(self, layout: str | None) -> int:
+        """Return the blocks of a `PlainNet` on a layout: under some schedules a rank has two."""
+        schedule = {**LAYOUTS[layout or "one"], **self.strategy}.get("schedule")
+        return 4 if schedule in ("interleaved", "zbv") else self.blocks
 
 
 class Cases:
@@ -109,10 +117,12 @@ class Cases:
 
     Args:
         file: Its ``__name__``.
+        blocks: Of the cases that do not say it. Two are enough for all layouts but those with two
+            stages on a rank; four where the text of a refusal, or a hook, names a later one.
     """
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, file: str, *, blocks: int = 4) -> None:
+        self._file, self._blocks = file, blocks
         self.cases: dict[str, Case] = {}
 
     def add(
@@ -138,7 +148,8 @@ class Cases:
 
         def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
             chosen = frozenset(large.split())
-            self.cases[make.__name__] = Case(make=make, cells=cells, large=chosen, **options)
+            given = {"blocks": self._blocks, **options}
+            self.cases[make.__name__] = Case(make=make, cells=cells, large=chosen, **given)
             return make
 
         return decorate
@@ -168,7 +179,7 @@ class Cases:
                 assert re.search(refusal, text, re.DOTALL), text
             return
         assert refusals == [None] * world, next(filter(None, refusals))
-        wanted = _one_process(self._file, case)
+        wanted = _one_process(self._file, case, self.cases[case].blocks_on(layout))
         tolerance = self.cases[case].tolerance
         for result in results:
             torch.testing.assert_close(
@@ -226,9 +237,10 @@ def _train_rank(rank: int, world: int, file: str, name: str, layout: str) -> dic
 
 
 @cache
-def _one_process(file: str, name: str) -> dict[str, Any]:
+def _one_process(file: str, name: str, blocks: int) -> dict[str, Any]:
+    case = importlib.import_module(file).CASES.cases[name]
     try:
-        return train_case(importlib.import_module(file).CASES.cases[name], None, 0, 1)
+        return train_case(replace(case, blocks=blocks), None, 0, 1)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -249,6 +261,13 @@ def train_case(
         The logged losses, the whole weights (on rank 0), and the number of entries of parameters
         that this rank held; or "refused", with the text of the error.
     """
+    with blocks_of_plain_nets(case.blocks_on(layout)):
+        return _train_case(case, layout, rank, world, watches)
+
+
+def _train_case(
+    case: Case, layout: str | None, rank: int, world: int, watches: Sequence[Callback]
+) -> dict[str, Any]:
     seed_everything(0, verbose=False)
     module, samples, *rest = case.make()
     replicas = 2 if (layout or "").startswith("zero") else 1

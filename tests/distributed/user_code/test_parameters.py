@@ -14,7 +14,7 @@ from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__)
+CASES = Cases(__name__, blocks=2)
 ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, but this parameter is on another"
 
 
@@ -84,13 +84,13 @@ def blocks_with_a_second_name() -> Any:
 @CASES.add(
     refused={
         "zero1": "net.head is a lazy module.*\n.*net.norm.bias has a hook.*on_after_backward.*\n"
-        ".*net.emb has sparse=True.*\n.*net.blocks.3 was compiled with torch.jit.script"
+        ".*net.emb has sparse=True.*\n.*net.blocks.1 was compiled with torch.jit.script"
     }
 )
 def parameters_that_nobody_can_take_over() -> Any:
     module, samples = penalized(lambda m: 0)
     module.net.norm.bias.register_hook(lambda grad: 0.1 * grad)
-    module.net.blocks[3] = torch.jit.script(nn.Linear(32, 32))
+    module.net.blocks[1] = torch.jit.script(nn.Linear(32, 32))
     module.net.emb.sparse, module.net.head = True, nn.LazyLinear(64)
     return module, samples
 
@@ -162,7 +162,7 @@ def _quantized(*, buffers: bool) -> Any:
     return module, token_pairs()
 
 
-@CASES.add(refused={"zero3 tp2": r"net.blocks.0.mlp.down.weight and 3 more are of the class _Pack"})
+@CASES.add(refused={"zero3 tp2": r"net.blocks.0.mlp.down.weight and 1 more are of the class _Pack"})
 def weights_of_a_class_of_their_own() -> Any:
     return _quantized(buffers=False)
 
@@ -209,7 +209,7 @@ def penalty_of_the_embedding() -> Any:
     return penalized(lambda m: m.net.emb.weight.pow(2).mean(), 1.0)
 
 
-@CASES.add(equal="zero3", large="tp2", refused={"pp2": "step reads weight of net.blocks.2.mlp.up"})
+@CASES.add(equal="zero3", large="tp2", refused={"pp2": "step reads weight of net.blocks.1.mlp.up"})
 def columns_kept_orthogonal() -> Any:
     def term(module: Any) -> Any:
         weights = [b.mlp.up.weight for b in module.net.blocks]
@@ -219,7 +219,7 @@ def columns_kept_orthogonal() -> Any:
     return penalized(term)
 
 
-@CASES.add(equal="tp2", large="zero1", refused={"pp2": r"s weight of net.blocks.2.*modules\(\)"})
+@CASES.add(equal="tp2", large="zero1", refused={"pp2": r"s weight of net.blocks.1.*modules\(\)"})
 def spectral_norms_of_linear_layers() -> Any:
     def term(module: nn.Module) -> Any:
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]

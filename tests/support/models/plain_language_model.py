@@ -1,6 +1,9 @@
 """A small language model with a plan, as a user writes both; cases change one thing of it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -9,7 +12,10 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, ParallelPlan
 
-__all__ = ["NormalizedNet", "PlainModule", "PlainNet", "token_pairs"]
+__all__ = ["NormalizedNet", "PlainModule", "PlainNet", "blocks_of_plain_nets", "token_pairs"]
+
+_blocks = 4
+"""Of a `PlainNet`; see `blocks_of_plain_nets`."""
 
 
 class _Mlp(nn.Module):
@@ -36,7 +42,7 @@ class PlainNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.blocks = nn.ModuleList(_Block() for _ in range(_blocks))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,6 +64,13 @@ class NormalizedNet(PlainNet):
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
+
+
+@contextmanager
+def blocks_of_plain_nets(count: int) -> Iterator[None]:
+    """Give the nets that are made meanwhile `count` blocks."""
+    with patch(f"{__name__}._blocks", count):
+        yield
 
 
 class PlainModule(pl.LightningModule):
