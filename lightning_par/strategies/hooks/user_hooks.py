@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -57,6 +57,8 @@ _ON_GRADIENTS = frozenset(
 there, and only what the model computes is surrounded.
 """
 _HOOKS = _BETWEEN_STEPS | _ON_GRADIENTS
+_CALL_USERS = BaseFinetuning, ModelSummary
+"""Callbacks of Lightning's whose hooks call code of a user's."""
 
 
 class UserHooks:
@@ -156,7 +158,7 @@ class UserHooks:
         """Return whether a hook is code of a user's, or calls the user's model."""
         key = id(owner), name
         if key not in self._is_users:
-            calls = isinstance(owner, ModelSummary) or getattr(owner, "calls_model", "") == name
+            calls = isinstance(owner, _CALL_USERS) or getattr(owner, "calls_model", "") == name
             self._is_users[key] = calls or _is_own(owner, name)
         return self._is_users[key]
 
@@ -201,12 +203,7 @@ class UserHooks:
         with self._callbacks_surrounded(trainer, name) as stack:
             if trainer is self._trainer:
                 args = self._with_results(stack, name, args)
-            out = inner(trainer, name, *args, **kwargs)
-        if name == "on_train_epoch_start" and trainer is self._trainer and self._are_together():
-            assert self._view is not None
-            # Hooks of Lightning's own see parts; `BaseFinetuning` freezes and unfreezes these.
-            self._view.tell_flags()
-        return out
+            return inner(trainer, name, *args, **kwargs)
 
     def _callbacks_surrounded(self, trainer: Any, name: str) -> ExitStack:
         stack = ExitStack()

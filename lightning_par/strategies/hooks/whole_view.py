@@ -21,7 +21,6 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -247,20 +246,6 @@ class WholeView(TorchFunctionMode):
         """Return whether one stage alone has the values of a tensor."""
         return self._stage_of(tensor) is not None
 
-    def tell_flags(self) -> None:
-        """Tell the other stages which parameters train, where hooks had no view to do so.
-
-        **Communicates**: flags, over the ``pp`` axis.
-        """
-        if self.group is None:
-            return
-        own = {name: p.requires_grad for name, p in self._parameters().items()}
-        found: list[Any] = [own] * self.group.size()
-        dist.all_gather_object(found, own, group=self.group)
-        for name, flag in chain.from_iterable(flags.items() for flags in found):
-            if name in self._known:
-                self._known[name].requires_grad = flag
-
     def values(self, tree: Any) -> Any:
         """Return a nest with whole, plain tensors in the place of those of parts.
 
@@ -462,6 +447,8 @@ class WholeView(TorchFunctionMode):
         if getattr(func, "__module__", "") == "torch.nn.init":  # which needs no gradient
             with torch.no_grad():
                 return self._draw(func, name, args, kwargs)
+        if name == "equal" and args[0].shape != args[1].shape:
+            return False  # as `BaseFinetuning` compares each pair of weights
         if name in _DRAWS or name in _DRAWS_IN_PLACE:
             return self._draw(func, name, args, kwargs)
         # A number or a shape that depends on values: every rank needs the values.

@@ -203,7 +203,7 @@ class Momentum(PlainModule):
         return torch.optim.SGD(trained, lr=0.2, momentum=0.9)
 
 
-def _unfreeze(layout: str | None, folder: Path) -> list[Any]:
+def _unfreeze(layout: str | None, folder: Path) -> dict[str, Any]:
     for epochs in (2, 4):
         seed_everything(0, verbose=False)
         data, module = Data(layout, []), Momentum().double()
@@ -212,15 +212,14 @@ def _unfreeze(layout: str | None, folder: Path) -> list[Any]:
         path = folder / f"{layout}.ckpt"
         trainer.fit(module, data, ckpt_path=path if epochs > 2 else None)
         trainer.save_checkpoint(path)
-    groups = trainer.optimizers[0].param_groups
-    return [[(len(g["params"]), g["lr"]) for g in groups], _state(path)]
+    return _state(path)  # with all groups; after a run a rank of a pipeline holds its own part
 
 
 def _unfreeze_rank(rank: int, world: int, layout: str, folder: str) -> Any:
     return _unfreeze(layout, Path(folder))
 
 
-@pytest.mark.parametrize("layout", some(["tp2", "zero3", "one", "zero1"], ["one", "zero1"]))
+@pytest.mark.parametrize("layout", some(["tp2", "zero3", "pp2", "one", "zero1"], ["one", "zero1"]))
 def test_a_callback_that_has_added_a_group_of_parameters_resumes(
     layout: str, tmp_path: Path
 ) -> None:

@@ -345,6 +345,47 @@ def a_tied_weight_that_hooks_freeze() -> Any:
     return Module(), token_pairs()
 
 
+class InTurns(BaseFinetuning):
+    """Freezes a module before the training, and trains it, or another one, from epoch 1 on."""
+
+    def __init__(self, first: str, later: str) -> None:
+        super().__init__()
+        self.first, self.later = first, later
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.get_submodule(self.first))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            module = pl_module.get_submodule(self.later)
+            self.unfreeze_and_add_param_group(module, optimizer, lr=0.1)
+
+
+def _tied_in_turns() -> Any:
+    class Module(Tied):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.3)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    equal="pp2",
+    large="pp2_interleaved tp2pp2",
+    trainer=lambda: {"callbacks": [InTurns("net.head", "net.head")], "limit_train_batches": 2},
+)
+def a_tied_weight_that_a_callback_unfreezes() -> Any:
+    return _tied_in_turns()
+
+
+@CASES.add(
+    large="pp2 pp2_interleaved zero3",
+    trainer=lambda: {"callbacks": [InTurns("net.emb", "net.head")], "limit_train_batches": 2},
+)
+def a_tied_weight_that_a_callback_unfreezes_by_its_other_name() -> Any:
+    return _tied_in_turns()
+
+
 @CASES.add(equal="pp2", large="tp2 zero3")
 def a_tied_weight_that_a_step_freezes() -> Any:
     class Module(Tied):
