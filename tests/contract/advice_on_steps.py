@@ -308,6 +308,9 @@ STEPS: dict[str, dict[str, str]] = {
             cures::losses_that_blocks_keep cures::losses_that_blocks_keep_in_the_place_of_none
             side_effects::auxiliary_loss_that_is_carried""",
         "return it with the output": "cures::losses_that_blocks_return",
+        "an attribute of the LightningModule": (
+            "cures_of_runs::averages_that_blocks_keep_for_validation"
+        ),
         "captured": "cures::outputs_that_hooks_collect",
     },
     "LP410": {

@@ -19,7 +19,7 @@ from lightning_par.engine.pipeline.stage import (
 )
 from lightning_par.errors import PlanError
 
-__all__ = ["explain_absent", "watch_side_effects"]
+__all__ = ["explain_absent", "names_read", "watch_side_effects"]
 
 _Seen = dict[tuple[str, str], tuple[int, int]]
 """Name of a module and of what it keeps -> id of it and its length."""
@@ -91,6 +91,13 @@ def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) ->
                 if value is None and name in read and not name.startswith("_"):
                     return _absent(stub, name)
     return None
+
+
+def names_read(stub: nn.Module) -> set[tuple[str, str]]:
+    """Return the FQNs of what a stub stands for, and names of attributes that were read of it."""
+    shape = vars(vars(stub).get("_shape", stub))
+    inside = (names_read(part) for part in shape.values() if isinstance(part, StageStub))
+    return {(shape["_fqn"], name) for name in shape.get("_read", ())}.union(*inside)
 
 
 def _absent(stub: EarlierBlock, name: str) -> PlanError:

@@ -368,6 +368,7 @@ class _Shape(StageStub):
         # Into __dict__: as a child module it would be found by parameters() and state_dict().
         self.__dict__["_shape_only"] = copy.deepcopy(module, memo)
         self.__dict__["_fqn"], self.__dict__["_stage"] = fqn, stage
+        self.__dict__["_read"] = set()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -384,6 +385,7 @@ class _Shape(StageStub):
             return super().__getattr__(name)
         except AttributeError:
             value = getattr(self.__dict__["_shape_only"], name)
+        self.__dict__["_read"].add(name)
         fqn = f"{self.__dict__['_fqn']}.{name}"
         if isinstance(value, Tensor):
             # One element, expanded: code may ask for the shape and go on.

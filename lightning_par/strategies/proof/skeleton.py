@@ -26,6 +26,7 @@ from lightning_par.engine.rng import fork_all_rng
 from lightning_par.observe.contents import copy_of
 from lightning_par.observe.isolate import is_equal
 from lightning_par.upstream.lightning import trainer_of
+from lightning_par.upstream.pytree import tree_map
 from lightning_par.upstream.tensor import gradient_hooks
 
 __all__ = ["LARGEST", "Skeleton", "reason_of_run", "take_skeleton"]
@@ -184,7 +185,8 @@ class Skeleton:
         Args:
             module: That of rank 0.
         """
-        self._before = {key: copy_of(value) for key, value in _attributes(module)}
+        # Also inside of containers: a hook averages weights into tensors in a dict, in place.
+        self._before = {key: tree_map(copy_of, value) for key, value in _attributes(module)}
 
     def follow(self, module: pl.LightningModule, whole: pl.LightningModule | None = None) -> None:
         """Take over the attributes that have changed on the mesh since `note`.

@@ -40,6 +40,7 @@ from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, 
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.attribute_values import AttributeValues
+from lightning_par.strategies.components.block_attributes import BlockAttributes
 from lightning_par.strategies.components.step_attributes import new_values, StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
 from lightning_par.strategies.processes.world import World
@@ -132,10 +133,11 @@ class PipelinedSteps:
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
         self._trained = TrainedParts(module, module.device, self._group)
-        self._results = world.broadcast(self._group, self._source)
-        sent = world.broadcast(self._group, self._source)
+        own = [world.broadcast(self._group, self._source) for _ in range(3)]
+        self._results, self._attributes_sent, sent = own
         self.model_calls = ModelCalls(executor, rank_of_stage, sent)
         self._attributes = StepAttributes(module)
+        self._of_blocks = BlockAttributes(module, executor.stages, self._group)
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
         self._writes = StepWrites(module, executor.stages, self._source, self._group)
@@ -143,7 +145,6 @@ class PipelinedSteps:
         self._buffers = StageBuffers(module, counts, stages=stages, divides=divides)
         divides |= not self._is_only_replica
         self._values = AttributeValues(module, stages=stages, divides=divides)
-        self._attributes_sent = world.broadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
     def training(
@@ -242,6 +243,7 @@ class PipelinedSteps:
         calls: list[list[LogCall]] = [[] for _ in parts]
         self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
+        self._of_blocks.check(args[1:2])
         found = None
         left = (self._attributes.changes(), self._writes.take()) if run.results else None
         left, written = self._attributes_sent.broadcast(left)
@@ -470,8 +472,7 @@ class PipelinedSteps:
 
     def _take_attributes(self, changes: dict[str, Any], *, warns: bool = True) -> None:
         """Have in the module what the step has left there on the last stage."""
-        is_source = dist.get_rank() == self._source
-        self._attributes.take(changes, is_source=is_source, warns=warns)
+        self._attributes.take(changes, is_source=dist.get_rank() == self._source, warns=warns)
 
     def _deferred_loss(
         self,
@@ -500,6 +501,7 @@ class PipelinedSteps:
         if shapes in self._checked or not bool((weights > 0).any()):
             return
         self._checked.add(shapes)
+        self._of_blocks.check()
         if bool(loss.isnan()):
             problems = {text for stage in self.executor.stages for text in stage.problems}
             every: list[Any] = [None] * self._group.size()

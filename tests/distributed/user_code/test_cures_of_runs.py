@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn, Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader
 
 from tests.support.cures import Cures
-from tests.support.models.plain_language_model import PlainModule
+from tests.support.models.plain_language_model import PlainModule, token_pairs
 
 CURES = Cures(__name__)
 CASES = CURES.cases
@@ -331,6 +332,42 @@ def an_optimizer_that_divides_its_states(cured: bool) -> nn.Module:
             if cured:
                 return torch.optim.AdamW(self.parameters(), lr=0.01)
             return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.01)
+
+    return Module()
+
+
+@CURES.add(
+    "LP409",
+    r"attribute shadow of net\.blocks\.0, which has changed.*in an attribute of the Lightning",
+    options={"trainer": {"limit_train_batches": 2}},
+)
+def averages_that_blocks_keep_for_validation(cured: bool) -> nn.Module:
+    class Module(PlainModule):
+        factor = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shadows = [{"mean": torch.zeros(48, dtype=torch.float64)} for _ in range(4)]
+            for block, shadow in zip(self.net.blocks, self.shadows, strict=True):
+                block.shadow = {"mean": shadow["mean"].clone()}  # type: ignore[assignment]
+
+        def kept(self) -> Any:
+            return self.shadows if cured else [block.shadow for block in self.net.blocks]
+
+        @torch.no_grad()
+        def on_train_batch_end(self, *_: Any) -> None:
+            for shadow, block in zip(self.kept(), self.net.blocks, strict=True):
+                shadow["mean"].lerp_(block.mlp.up.bias, 0.5)  # type: ignore[union-attr]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.factor
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.factor = 1 + float(sum(shadow["mean"].square().sum() for shadow in self.kept()))
+            self.log("factor", self.loss(batch) * self.factor)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(token_pairs()[:8], 4)
 
     return Module()
 
