@@ -451,8 +451,9 @@ def _is_plain(value: Any) -> bool:
 @cache
 def _passes_on(func: Any) -> bool:
     """Tell whether what an operation returns is a view, a copy or a sum of what it is given."""
-    if func in (*_SUMS, _WAIT, *_COPIES, torch.ops.aten._unsafe_view.default):
-        return True
     schema = operator_schema(func)
+    # The last one returns a view without saying so.
+    if func in (*_SUMS, _WAIT, *_COPIES) or schema.name == "aten::_unsafe_view":
+        return True
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     return not writes and all(r.alias_info is not None for r in schema.returns)
