@@ -445,8 +445,10 @@ def _prepared(
     """Leave out of a run what reads or writes values; build its model as the run would."""
     kept = [c for c in trainer.callbacks if not isinstance(c, VALUE_CALLBACKS)]  # type: ignore[attr-defined]
     trainer.callbacks, trainer.loggers = kept, []  # type: ignore[attr-defined]
-    # Both need values, and other ranks.
-    strategy.options = replace(strategy.options, verify=False, gather_after_run=False)
+    # These need values, and other ranks.
+    strategy.options = replace(
+        strategy.options, verify=False, on_difference="stop", gather_after_run=False
+    )
     build = strategy.model_sharded_context
 
     @contextmanager

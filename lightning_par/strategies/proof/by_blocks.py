@@ -240,6 +240,12 @@ class GatheredWhenRead(TorchDispatchMode):
                 _refuse_to_fill(tensor)
         return out
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for name in self._held:
+            self._parameters[name].untyped_storage().resize_(0)
+        self._held.clear()
+
     def _name_of(self, value: Any) -> str | None:
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             return None
@@ -344,6 +350,8 @@ def _reading(
         if monotonic() - begin > longest:
             minutes = f"{longest / 60:.0f} minutes"
             raise CannotProveError(f"one process needs more than {minutes} for its batch")
+        # Where memory is short this fails alone, before the other ranks wait in the gather.
+        torch.empty(parameters[name].nbytes, dtype=torch.uint8, device=parameters[name].device)
         value = pieces.ask("value", name)
         assert value is not None
         return value

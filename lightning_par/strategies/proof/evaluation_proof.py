@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class EvaluationProof:
     ) -> None:
         self._skeleton, self._options, self._device = skeleton, options, device
         self._outcomes, self._met = outcomes, set[Any]()
+        # Of all loaders together: by blocks nobody knows the time before.
+        self._left = math.inf if options.verify_share is None else LONGEST
 
     @contextmanager
     def proved(
@@ -170,9 +173,9 @@ class EvaluationProof:
             )
         alone = partial(_run_alone, name=name)
         if is_large:
-            # By blocks nobody knows the time before.
-            longest = math.inf if self._options.verify_share is None else LONGEST
-            found = verdict_of(lambda: evaluate_by_blocks(model, judge, alone, longest))
+            begin, left = monotonic(), self._left
+            found = verdict_of(lambda: evaluate_by_blocks(model, judge, alone, left))
+            self._left -= monotonic() - begin
             is_known = not isinstance(found, CannotProveError)
             one = (found or one) if is_known else EvaluationRecord(error=found)
         elif judge is not None:

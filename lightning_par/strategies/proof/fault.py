@@ -14,6 +14,7 @@ ranks it can be.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +78,9 @@ def find_fault(
     if verdict.kind == "write":
         return VerificationError("LP801", verdict.text)
     repeats = repeats and verdict.kind in ("loss", "gradient")
-    with first.at_begin():  # an update may follow from the software, and differ
+    # An update may follow from the software, and differ. An optimizer on the host would take
+    # weights that are put back for those that the user has changed.
+    with first.at_begin() if model.host is None else nullcontext():
         copies = differing_copies(model.module, model.mesh, first.device)
         if copies and repeats:
             share_copies(model.module, model.mesh, first.device)

@@ -35,21 +35,27 @@ def follow(error: VerificationError, trainer: pl.Trainer, policy: str) -> None:
 
     Raises:
         VerificationError: `error`, if the run ends.
+
+    **Communicates**: whether the file of faulty hosts was written.
     """
     if policy == "warn":
         if dist.get_rank() == 0:
-            text = str(error).replace(ENDS, 'The run goes on, because of on_difference="warn".')
-            _logger.warning(text)
+            goes_on = 'The run goes on, because of on_difference="warn".'
+            text = str(error)
+            _logger.warning(text.replace(ENDS, goes_on) if ENDS in text else f"{text} {goes_on}")
         return
     # Of several hosts nobody knows which one it was.
     if policy == "evict" and len(set(error.hosts)) == 1:
         host, path = error.hosts[0], _path(trainer)
+        # Written before the others end: a launcher ends all ranks as soon as the first one has.
+        failed = from_first(_add(path, host) if dist.get_rank() == 0 else "")
+        slurm = "" if "://" in path else f' (with SLURM --exclude="$(paste -sd, {path})")'
         error.add_note(
-            f"{path} lists the host {host} from now on. Start the run again without it (with SLURM "
-            f'--exclude="$(paste -sd, {path})"), from the last checkpoint.'
+            f"The host {host} could not be written to {path}: {failed} Leave it out by hand."
+            if failed
+            else f"{path} lists the host {host} from now on. Start the run again without it"
+            f"{slurm}, from the last checkpoint."
         )
-        if dist.get_rank() == 0:
-            _add(path, host)
     raise error
 
 
@@ -70,7 +76,7 @@ def refuse_faulty_hosts(trainer: pl.Trainer, policy: str) -> None:
     names: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(names, host_name())
     path = _path(trainer)
-    listed = from_first(_read(path) if dist.get_rank() == 0 else None)
+    listed = from_first(_listed(path) if dist.get_rank() == 0 else None)
     found = [name for name in dict.fromkeys(names) if name in listed]
     if found:
         ranks = [str(rank) for rank, name in enumerate(names) if name in found]
@@ -88,18 +94,23 @@ def _path(trainer: pl.Trainer) -> str:
 
 
 def _read(path: str) -> list[str]:
+    files = get_filesystem(path)
+    if not files.exists(path):
+        return []
+    with files.open(path, "r") as file:
+        return [line.strip() for line in file if line.strip()]
+
+
+def _listed(path: str) -> list[str]:
     try:
-        files = get_filesystem(path)
-        if not files.exists(path):
-            return []
-        with files.open(path, "r") as file:
-            return [line.strip() for line in file if line.strip()]
+        return _read(path)
     except Exception as error:  # whatever a file system raises, on this rank alone
         _logger.warning("the file %s of faulty hosts cannot be read: %s", path, error)
         return []
 
 
-def _add(path: str, host: str) -> None:
+def _add(path: str, host: str) -> str:
+    """Write a host into the file; return why that failed, or nothing."""
     try:
         listed = _read(path)
         if host not in listed:
@@ -108,4 +119,5 @@ def _add(path: str, host: str) -> None:
             with files.open(path, "w") as file:
                 file.writelines(f"{name}\n" for name in [*listed, host])
     except Exception as error:  # whatever a file system raises: the error of the run matters more
-        _logger.warning("the host %s cannot be written to %s: %s", host, path, error)
+        return f"{type(error).__name__}: {error}."
+    return ""

@@ -5,6 +5,7 @@ process looks like the only one; nothing that is global to it is changed afterwa
 """
 
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -86,7 +87,15 @@ class GivenStep:
     prepare: Callable[[pl.LightningModule], None] = lambda _: None
 
 
-class _Alone(SingleDeviceStrategy):
+class _LetGo(SingleDeviceStrategy):
+    """Lets go of the copy of the module at the end, where Lightning moves it to the CPU."""
+
+    @override
+    def teardown(self) -> None:
+        self.precision_plugin.teardown()
+
+
+class _Alone(_LetGo):
     """Notes losses and gradients of every backward, what optimizers are handed, and what they make
     of it.
     """
@@ -106,11 +115,6 @@ class _Alone(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         """The device is set up already."""
-
-    @override
-    def teardown(self) -> None:
-        """The copies of the module and of its optimizers are let go of, not moved to the CPU."""
-        self.precision_plugin.teardown()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -231,8 +235,17 @@ def run_alone(
             sized = None if total == float("inf") else max(int(total), fewest)
             trainer.fit(module, _Batches(given.batches, sized))
     except Exception as error:
-        record.error = error
+        record.error = _without_frames(error)
     return record
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error that no longer keeps what its frames hold, as activations of the batch."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
+    return error
 
 
 _RUNS = {"validation_step": "validate", "test_step": "test", "predict_step": "predict"}
@@ -259,7 +272,7 @@ def evaluate_alone(
     record, user = EvaluationRecord(), on_mesh.trainer
     try:
         with single_process(device, user.loggers), ExitStack() as stack:
-            trainer = _trainer_like(user, SingleDeviceStrategy(device), plugin)
+            trainer = _trainer_like(user, _LetGo(device), plugin)
             trainer.limit_val_batches = 1.0
             _continue(trainer, given.start)
             module, _ = skeleton.fill(given.start.tensors, trainer)
@@ -271,7 +284,7 @@ def evaluate_alone(
                 loop.inference_mode = False  # as on the mesh, where there is gloo
             getattr(trainer, _RUNS[name])(module, _Batches(given.batches, 1))
     except Exception as error:
-        record.error = error
+        record.error = _without_frames(error)
     return record
 
 
