@@ -1,14 +1,12 @@
 """Refuses optimizers whose numbers come from the number of processes, which is 1 on one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-from torch import nn, Tensor
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -16,30 +14,12 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.observe.isolate import isolated
 from lightning_par.strategies.processes.world_size import noting_world_size
 
-__all__ = ["check_world_reads", "note_setup"]
-
-_READ_IN_SETUP = WeakKeyDictionary[nn.Module, list[str]]()
-
-
-def note_setup(module: pl.LightningModule) -> None:
-    """Note for `check_world_reads` where the next `setup` of a module reads the number of
-    processes, as to compute the length of a schedule for `configure_optimizers`.
-    """
-    places = _READ_IN_SETUP[module] = []
-
-    def setup(stage: str) -> None:
-        del vars(module)["setup"]
-        with noting_world_size(places):
-            module.setup(stage)
-
-    # On the object, which hides the method of its class.
-    vars(module)["setup"] = setup
+__all__ = ["check_world_reads"]
 
 
 def check_world_reads(make: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
     """Make optimizers; where `configure_optimizers` reads the number of processes, make others as
-    one process would, and compare learning rates, lengths of schedules and the like. Where `setup`
-    reads it, it runs again before, as if each replica were one process.
+    one process would, and compare learning rates, lengths of schedules and the like.
 
     Args:
         make: Calls `configure_optimizers`.
@@ -51,51 +31,37 @@ def check_world_reads(make: Callable[[pl.Trainer], None], trainer: pl.Trainer) -
     places: list[str] = []
     with noting_world_size(places):
         make(trainer)
-    strategy: Any = trainer.strategy
-    of_setup = _READ_IN_SETUP.pop(trainer.lightning_module, [])
-    # With replicas only, as many batches of a replica are a global batch as there are processes.
-    if of_setup and strategy.sizes.data == trainer.world_size:
-        of_setup = []
-    if not places and not of_setup:
+    if not places:
         return
+    strategy: Any = trainer.strategy
     kept = strategy.optimizers, strategy.lr_scheduler_configs
     here = list(_numbers(*kept))
     try:
         # Only to compare: the module and the Trainer keep what the first call has made.
-        with isolated(strategy.lightning_module):
-            if of_setup:
-                _set_up_again(trainer, strategy.sizes.data)
-            with noting_world_size([], 1):
-                make(trainer)
-            alone = list(_numbers(strategy.optimizers, strategy.lr_scheduler_configs))
+        with isolated(strategy.lightning_module), noting_world_size([], 1):
+            make(trainer)
+        alone = list(_numbers(strategy.optimizers, strategy.lr_scheduler_configs))
     finally:
         strategy.optimizers, strategy.lr_scheduler_configs = kept
     differing = next((pair for pair in zip(here, alone, strict=False) if pair[0] != pair[1]), None)
     if differing is None:
         return
     (name, value, is_schedule), (_, one, _) = differing
-    place = [*places, *of_setup][0]
     if is_schedule:
         raise ConfigurationError(
             "LP416",
             f"configure_optimizers computes {name}={value} of a learning-rate schedule from the "
-            f"number of processes ({place}); on one process it is {one}. A step trains one "
+            f"number of processes ({places[0]}); on one process it is {one}. A step trains one "
             "global batch on any number of processes, so the schedule must not depend on this "
             "number. Use trainer.estimated_stepping_batches, or write the number itself.",
         )
     raise ConfigurationError(
         "LP416",
         f"configure_optimizers computes {name}={value} from the number of processes "
-        f"({place}); on one process it is {one}, so the result would differ from a run on one "
+        f"({places[0]}); on one process it is {one}, so the result would differ from a run on one "
         f"process with the same global batch. Write {name}={one}, or read the value from a "
         "hyperparameter of the module.",
     )
-
-
-def _set_up_again(trainer: pl.Trainer, replicas: int) -> None:
-    # One that cannot run twice leaves its numbers as they are.
-    with suppress(Exception), noting_world_size([], replicas):
-        trainer.lightning_module.setup("fit")
 
 
 _Named = tuple[str, Any, bool]
@@ -143,15 +109,5 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         # One whose name is not set yet is equal to an empty one, and has no contents.
-        held = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]
-        return [*held, *(pair for _, owner in held for pair in _read_of(owner, value))]
-    if isinstance(value, MethodType):
-        return [("", value.__func__), *_read_of(value.__self__, value.__func__)]
+        return ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
     return vars(value).items() if isinstance(value, LRScheduler | ReduceLROnPlateau) else ()
-
-
-def _read_of(owner: Any, function: Any) -> Iterable[tuple[str, Any]]:
-    """Return the attributes of a module that a function of its code may read, by their names."""
-    held = vars(owner) if isinstance(owner, nn.Module) else {}
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return ((name, held[name]) for name in names if name in held)

@@ -1,7 +1,6 @@
 """Optimizers whose numbers come from the number of processes are refused, also in schedules."""
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.setup.world_reads import check_world_reads, note_setup
+from lightning_par.strategies.setup.world_reads import check_world_reads
 
 
 class Module(pl.LightningModule):
@@ -92,58 +91,3 @@ def test_the_optimizers_of_the_first_call_stay() -> None:
     assert module.calls == 1
     assert trainer.optimizers == [module.made]
     assert module.made.param_groups[0]["lr"] == 0.1
-
-
-class SettingUp(pl.LightningModule):
-    """Computes the length of its schedule in `setup`, as Lightning's tutorials do."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.weight = kind, nn.Parameter(torch.ones(2))
-
-    def setup(self, stage: str) -> None:
-        self.steps = 100 // int(os.environ["WORLD_SIZE"])
-
-    def factor(self, step: int) -> float:
-        return 1 - step / self.steps
-
-    def configure_optimizers(self) -> Any:
-        made = torch.optim.SGD([self.weight], lr=0.1)
-        if self.kind == "one cycle":
-            return [made], [OneCycleLR(made, 0.1, total_steps=self.steps)]
-        if self.kind == "lambda":
-            return [made], [LambdaLR(made, lambda step: 1 - step / self.steps)]
-        return [made], [LambdaLR(made, self.factor)]
-
-
-def _set_up(kind: str, replicas: int) -> tuple[SettingUp, Any]:
-    module = SettingUp(kind)
-    trainer: Any = SimpleNamespace(world_size=2, lightning_module=module)
-    strategy = SimpleNamespace(
-        lightning_module=module,
-        optimizers=[],
-        lr_scheduler_configs=[],
-        sizes=SimpleNamespace(data=replicas),
-    )
-    trainer.strategy = strategy
-    note_setup(module)
-    module.setup("fit")
-    assert "setup" not in vars(module)
-    return module, trainer
-
-
-def _make(trainer: Any) -> None:
-    made, schedules = trainer.lightning_module.configure_optimizers()
-    trainer.strategy.optimizers = made
-    trainer.strategy.lr_scheduler_configs = [SimpleNamespace(scheduler=schedules[0])]
-
-
-@pytest.mark.parametrize("kind", ["one cycle", "lambda", "method"])
-def test_a_schedule_of_setup_counts_replicas(kind: str) -> None:
-    module, trainer = _set_up(kind, replicas=1)
-    told = r"steps=50 of a learning-rate .*WORLD_SIZE.*it is 100.*estimated_stepping_batches"
-    with pytest.raises(ConfigurationError, match=told):
-        check_world_reads(_make, trainer)
-    assert module.steps == 50  # as it was
-    _, trainer = _set_up(kind, replicas=2)
-    check_world_reads(_make, trainer)
