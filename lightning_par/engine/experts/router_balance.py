@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.collectives import copy_to_group, reduce_to_whole
+from lightning_par.engine.collectives import apply_function, copy_to_group, reduce_to_whole
 from lightning_par.engine.wrapping import Forward
 from lightning_par.errors import PlanError
 from lightning_par.upstream.functions import replaced
@@ -82,7 +82,10 @@ def balance_over_replicas(module: nn.Module, group: dist.ProcessGroup, inner: Fo
     file = _file_of(inner)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced(file, _NAME, partial(_balance, group=group)):
+        # While it generates, replicas may call the model unequally often.
+        generates = kwargs.get("past_key_values") is not None and kwargs.get("labels") is None
+        balance = _balance if generates else partial(_balance, group=group)
+        with replaced(file, _NAME, balance):
             return inner(*args, **kwargs)
 
     return forward
@@ -154,8 +157,22 @@ def _balance(
         return total.sum() * 0
     if group is not None and isinstance(_tokens, _Step):
         total = _over_replicas(total, _tokens, group)
-    shares, means = (total[:-1] / total[-1]).chunk(2)
+    shares, means = apply_function(_Means, total).chunk(2)
     return (shares.detach() * means).sum() * num_experts
+
+
+class _Means(torch.autograd.Function):
+    """Divides sums [n] by their last entry; one node, as this divisor is no form of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        ctx.save_for_backward(total[-1:])
+        return total[:-1] / total[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (divisor,) = ctx.saved_tensors
+        return torch.cat([grad / divisor, torch.zeros_like(divisor)])
 
 
 def _over_replicas(total: Tensor, step: _Step, group: dist.ProcessGroup) -> Tensor:

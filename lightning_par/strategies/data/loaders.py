@@ -107,7 +107,7 @@ class ReplicaLoaders:
             dataloader = self._divide(dataloader, cursor)
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
-            if samples_differ(dataloader, device, divided):
+            if samples_differ(dataloader, device, divided, trainer.limit_predict_batches):
                 self._check_experts(divided)
                 # FSDP2 gathers in every forward, with all ranks: a replica that has no batch left
                 # would be missed.

@@ -159,7 +159,10 @@ def _tell_of_stream(batch: Any, sizes: ParallelSizes) -> None:
 
 
 def samples_differ(
-    dataloader: object, device: torch.device, divided: ReplicaBatches | None = None
+    dataloader: object,
+    device: torch.device,
+    divided: ReplicaBatches | None = None,
+    limit: int | float = 1.0,
 ) -> bool:
     """Whether some ranks have other numbers of samples or batches than others, or nobody knows.
 
@@ -167,6 +170,7 @@ def samples_differ(
         dataloader: Data loader of this rank.
         device: Device on which ranks agree.
         divided: Its batch sampler, if that is one of a replica.
+        limit: Batches of such a one that are used, or their share.
 
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
@@ -175,6 +179,8 @@ def samples_differ(
     source: Any = dataloader if held is None else held
     try:
         count = len(source.sampler if divided is None else divided)
+        if divided is not None:
+            count = min(count, limit) if isinstance(limit, int) else int(count * limit)
     except (AttributeError, TypeError):
         count = -1
     least, most = _range_over_ranks(count, device)

@@ -316,10 +316,11 @@ def _of_global_batch(
         scaled = value * (sum(weights.sizes) * weights.replicas) / weights.samples
     else:
         scaled = weigh(value, weights.total)
-    # In the dtype that Lightning gives to the same value of a replica that repeats a sample: one
+    # The dtype that Lightning has for the same value of a replica that repeats a sample: one
     # collective takes both.
-    is_kept = value.dtype in (torch.float32, torch.float64)
-    return scaled.to(value.dtype if is_kept else torch.get_default_dtype()), options
+    is_double = torch.float64 in (value.dtype, torch.get_default_dtype())
+    is_single = value.dtype == torch.float32
+    return scaled.to(torch.float64 if is_double and not is_single else torch.float32), options
 
 
 def join_over_context(
