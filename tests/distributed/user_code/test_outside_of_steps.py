@@ -67,7 +67,8 @@ SENTENCES = {
     "Inside the `whole()` context, gradients are None": """
         whole_module::an_average_by_hand whole_module::statistics_of_samples""",
     "The `whole()` context gathers all weights once": """
-        whole_module::test_what_the_whole_module_costs""",
+        whole_module::test_what_the_whole_module_costs
+        whole_module::test_others_wait_no_longer_than_the_timeout""",
     "Lightning's own strategies do not have `whole()`": """
         whole_module::test_equal_or_refused""",
 }

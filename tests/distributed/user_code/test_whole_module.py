@@ -1,8 +1,11 @@
 """`strategy.whole()`: hooks get the whole module, and what they write to it is kept."""
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from tests.distributed.user_code.test_hooks import rate_of
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.parity import quiet_trainer
-from tests.support.ranks.api import run_ranks
+from tests.support.ranks.api import RankError, run_ranks
 from tests.support.user_code import Cases, strategy_of
 
 CASES = Cases(__name__, blocks=2)
@@ -285,6 +288,42 @@ def test_what_the_whole_module_costs(layout: str) -> None:
     first, second = run_ranks(_measure, 2, layout, timeout=120)
     assert first == [(1, True, size), (1, True, size)]
     assert second == [(1, False, size), (1, False, None)]
+
+
+class Slow(PlainModule):
+    """Rank 0 works alone until the other rank has given up."""
+
+    folder = Path()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with whole(self, on="rank 0") as module:
+            last = time.monotonic() + 120
+            while module is not None and time.monotonic() < last:
+                if (self.folder / "gave up").exists():
+                    return
+                time.sleep(0.1)
+
+
+def _wait(rank: int, world: int, folder: Path) -> None:
+    module = Slow()
+    module.folder = folder
+    strategy = strategy_of("tp2", timeout=timedelta(seconds=20))
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=1)
+    try:
+        trainer.fit(module, torch.utils.data.DataLoader(token_pairs(8), 4))  # type: ignore[arg-type]
+    except Exception:
+        (folder / "gave up").touch()
+        return
+    raise AssertionError("it waited for ever")
+
+
+@pytest.mark.exhaustive  # it waits that long
+def test_others_wait_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    """The rank that works is named and ended, and the one that waits goes on with an error."""
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0 \(tp 0\) has been in between steps.*rank 1: ok"
+    ):
+        run_ranks(_wait, 2, tmp_path, timeout=180, fresh=True)
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
