@@ -23,7 +23,7 @@ from lightning_par.upstream.presence import SEEN
 
 PACKAGE = Path(lightning_par.__file__).parent
 UPSTREAM = PACKAGE / "upstream"
-MOST = 71
+MOST = 69
 OPTIONAL = {"_is_expert_parallel"}
 """Set where a module has it; one without it has no kernel that asks."""
 UNCOUNTED = ("torch.utils._pytree.", "torch.utils._python_dispatch.TorchDispatchMode")

@@ -451,9 +451,8 @@ def _is_plain(value: Any) -> bool:
 @cache
 def _passes_on(func: Any) -> bool:
     """Tell whether what an operation returns is a view, a copy or a sum of what it is given."""
-    schema = operator_schema(func)
-    # The last one returns a view without saying so.
-    if func in (*_SUMS, _WAIT, *_COPIES) or schema.name == "aten::_unsafe_view":
+    if func in (*_SUMS, _WAIT, *_COPIES, torch.ops.aten._unsafe_view.default):
         return True
+    schema = operator_schema(func)
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     return not writes and all(r.alias_info is not None for r in schema.returns)
