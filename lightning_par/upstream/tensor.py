@@ -19,8 +19,6 @@ from lightning_par.upstream.presence import names_of
 with names_of("torch"):
     make_wrapper = Tensor._make_wrapper_subclass
     _make_subclass = Tensor._make_subclass
-    _exclude_key = torch._C._SetExcludeDispatchKeyGuard
-    _COUNTS_CHANGES = torch._C.DispatchKey.ADInplaceOrView
     plain_functions = torch._C.DisableTorchFunctionSubclass
     UNSAVED_BUFFERS = "_non_persistent_buffers_set"
     getattr(nn.Module(), UNSAVED_BUFFERS)
@@ -32,7 +30,6 @@ __all__ = [
     "UNSAVED_BUFFERS",
     "asks_for_changes",
     "count_of_changes",
-    "detached",
     "gradient_hooks",
     "make_subclass",
     "make_wrapper",
@@ -57,16 +54,6 @@ def count_of_changes(tensor: Tensor) -> int:
         RuntimeError: It is an inference tensor, of which torch counts nothing.
     """
     return tensor._version
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """Return `tensor.detach()`, of which changes in place count as they do of `tensor`.
-
-    In a dispatch mode, which comes after autograd, the public method gives one with a count of its
-    own.
-    """
-    with _exclude_key(_COUNTS_CHANGES, False):
-        return tensor.detach()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -15,9 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import ActivationCheckpointing
 from lightning_par.engine.activations import checkpointing
-from lightning_par.engine.activations.checkpointing import Mode, recompute
-from lightning_par.engine.collectives import gather_partial, reduce_to_shards, reduce_to_whole
-from lightning_par.observe.live_bytes import LiveBytes
 from tests.support.exhaustive import some
 from tests.support.faults.user_mistakes import Bare
 from tests.support.models.toy_gpt import Block, loader, ToyData, ToyModule
@@ -118,78 +115,6 @@ def test_dropout_is_that_of_the_forward_on_a_mesh(
     for options in ({"mode": "full"}, {"mode": "selective"}):
         got = train_noisy(Hybrid3DStrategy(**sizes), [ActivationCheckpointing(**options)])
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
-
-
-class Row(nn.Module):
-    """A row-parallel product between two column-parallel ones, and a loss that may read it, too."""
-
-    def __init__(self, cut: bool, reads: bool) -> None:
-        super().__init__()
-        self.cut, self.reads = cut, reads
-        self.first, self.row, self.last = (nn.Linear(64, 64, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        partial_ = self.row(self.first(gather_partial(x, 1, group) if self.cut else x).tanh())
-        y = reduce_to_shards(partial_, 1, group) if self.cut else reduce_to_whole(partial_, group)
-        y = y.tanh() + x
-        y = self.last(gather_partial(y, 1, group) if self.cut else y).tanh()
-        return y * partial_.square().mean() if self.reads else y
-
-
-class Calls(LiveBytes):
-    """Counts products and sums over ranks, too."""
-
-    def __init__(self, besides: Any = ()) -> None:
-        super().__init__(besides)
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def run_row(
-    mode: Mode, cut: bool, reads: bool, on_host: bool = False
-) -> tuple[list[Any], int, list[int]]:
-    """Give the gradients, the bytes that are kept, and the products and sums of the backward."""
-    torch.manual_seed(5)
-    block = Row(cut, reads).double()
-    recompute(block, mode, on_host=on_host)
-    x = torch.randn(4, 16 if cut else 32, 64, dtype=torch.float64, requires_grad=True)
-    with Calls([x, *block.parameters()]) as calls:
-        y = block(x)
-    kept, calls = calls.now - y.nbytes, Calls()
-    with calls:
-        y.sum().backward()
-    names = ("mm", "reduce_scatter_tensor", "all_reduce")
-    grads = [y.detach(), x.grad, *(p.grad for p in block.parameters())]
-    return grads, kept, [calls.names.count(name) for name in names]
-
-
-@ranks(2)
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("cut", [True, False])
-def test_the_sum_of_a_product_is_kept_and_not_the_product(
-    rank: int, world: int, cut: bool, on_host: bool
-) -> None:
-    """32 tokens of 4 samples, 64 wide: two products of all tokens, and a sum of a half of them."""
-    wanted, _, (products, *sums) = run_row("none", cut, reads=False)
-    got, kept, again = run_row("selective", cut, reads=False, on_host=on_host)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-    whole = 4 * 32 * 64 * 8
-    assert kept == 2 * whole + whole / (2 if cut else 1)
-    assert again == [products, *sums]  # nothing is multiplied or summed again
-
-
-@ranks(2)
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_product_that_is_also_used_itself_is_kept(rank: int, world: int, cut: bool) -> None:
-    wanted, _, (products, *_) = run_row("none", cut, reads=True)
-    got, _, (again, *_) = run_row("selective", cut, reads=True)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-    assert again == products
 
 
 @ranks(2)

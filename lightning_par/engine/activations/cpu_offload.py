@@ -5,7 +5,8 @@ On CUDA copies run on a side stream, from and to pinned memory, beside the compu
 are.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +16,11 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
+from lightning_par.upstream.dispatch import TorchDispatchMode
+from lightning_par.upstream.pytree import tree_map
 from lightning_par.upstream.tensor import storage_key
 
-__all__ = ["HostCopy", "kept_on_host", "leave"]
+__all__ = ["HostCopy", "hold_on_host", "kept_on_host"]
 
 _SMALLEST = 1 << 20  # bytes; below, a copy costs more than the memory is worth
 
@@ -61,7 +64,7 @@ class HostCopy:
 _streams: dict[torch.device, Any] = {}
 
 
-def leave(tensor: Any, stays: frozenset[int] = frozenset()) -> Any:
+def _leave(tensor: Any, stays: frozenset[int] = frozenset()) -> Any:
     """Start copying a large CUDA tensor to the host; return anything else detached.
 
     Args:
@@ -97,4 +100,62 @@ def kept_on_host(held: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     """
     # By memory, as views of a parameter are saved as well.
     stays = frozenset(_memory(tensor.detach()) for tensor in held)
-    return torch.autograd.graph.saved_tensors_hooks(partial(leave, stays=stays), _return)
+    return torch.autograd.graph.saved_tensors_hooks(partial(_leave, stays=stays), _return)
+
+
+class _Keep(TorchDispatchMode):
+    """Runs a forward, and keeps the outputs of chosen operations."""
+
+    def __init__(
+        self,
+        keeps: Callable[[Any, Sequence[Any]], bool],
+        kept: dict[Any, list[Any]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps, self.kept = keeps, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.keeps(func, args):
+            # In the order of the calls of one operator, which a recomputation repeats.
+            self.kept[func].append(tree_map(_leave, out))
+        return out
+
+
+class _Give(TorchDispatchMode):
+    """Runs the recomputation, and returns the outputs that were kept, in the same order."""
+
+    def __init__(
+        self,
+        keeps: Callable[[Any, Sequence[Any]], bool],
+        kept: dict[Any, list[Any]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps, self.kept = keeps, kept
+        self.given: dict[Any, int] = defaultdict(int)
+
+    # Each recomputation of the block begins with the first output.
+    def __enter__(self) -> Any:
+        self.given.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.keeps(func, args):
+            return func(*args, **(kwargs or {}))
+        index = self.given[func]
+        self.given[func] += 1
+        return tree_map(_return, self.kept[func][index])
+
+
+def hold_on_host(
+    keeps: Callable[[Any, Sequence[Any]], bool],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a forward, which keeps on the host, and of its recomputation.
+
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` does the same on the device.
+
+    Args:
+        keeps: Tells, from an operation and its arguments, whether to keep the output.
+    """
+    kept: dict[Any, list[Any]] = defaultdict(list)
+    return _Keep(keeps, kept), _Give(keeps, kept)
