@@ -19,7 +19,7 @@ from lightning_par.engine.pipeline.stage import (
 )
 from lightning_par.errors import PlanError
 
-__all__ = ["explain_absent", "names_read", "watch_side_effects"]
+__all__ = ["explain_absent", "values_read", "watch_side_effects"]
 
 _Seen = dict[tuple[str, str], tuple[int, int]]
 """Name of a module and of what it keeps -> id of it and its length."""
@@ -93,11 +93,18 @@ def explain_absent(model: nn.Module, error: Exception, read: Collection[str]) ->
     return None
 
 
-def names_read(stub: nn.Module) -> set[tuple[str, str]]:
-    """Return the FQNs of what a stub stands for, and names of attributes that were read of it."""
+def values_read(stub: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return FQN and name of each attribute that was read of a stub -> its value here."""
     shape = vars(vars(stub).get("_shape", stub))
-    inside = (names_read(part) for part in shape.values() if isinstance(part, StageStub))
-    return {(shape["_fqn"], name) for name in shape.get("_read", ())}.union(*inside)
+    found = dict[tuple[str, str], Any]()
+    for part in shape.values():
+        if isinstance(part, StageStub):
+            found |= values_read(part)
+    for name in shape.get("_read", ()):
+        at_first = getattr(shape["_shape_only"], name, None)
+        # What code has set on the stub since then comes first.
+        found[shape["_fqn"], name] = vars(stub).get(name, shape.get(name, at_first))
+    return found
 
 
 def _absent(stub: EarlierBlock, name: str) -> PlanError:

@@ -11,10 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_par.engine.pipeline.side_effects import names_read
+from lightning_par.engine.pipeline.side_effects import values_read
 from lightning_par.engine.pipeline.stage import MicroBatchState, Stage, StageStub
 from lightning_par.errors import PlanError
 from lightning_par.strategies.components.step_attributes import StepAttributes
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["BlockAttributes"]
 
@@ -52,16 +53,22 @@ class BlockAttributes(StepAttributes):
         Raises:
             PlanError: On every stage.
 
-        **Communicates**: names, over the ``pp`` axis.
+        **Communicates**: names, over the ``pp`` axis, and where something was read their values.
         """
         if any(number):
             return
-        read = set[tuple[str, str]]().union(*map(names_read, self._stubs.values()))
-        own = read, {*self.changes()}
-        every: list[Any] = [own] * self._group.size()
-        dist.all_gather_object(every, own, group=self._group)
-        changed = set().union(*(names for _, names in every))
-        for fqn, name in sorted(set().union(*(names for names, _ in every)) & changed):
+        here = dict[tuple[str, str], Any]()
+        for stub in self._stubs.values():
+            here |= values_read(stub)
+        read = set().union(*self._of_stages({*here}))
+        if not read:
+            return
+        now = dict(self._held())
+        changed = {name: _plain(now.get(name)) for name in {*self.changes()} & read}
+        theirs = {n: v for found in self._of_stages(changed) for n, v in found.items()}
+        # A hook may have changed both alike, as it runs on every rank.
+        old = {n for n in here.keys() & theirs if _plain(here[n]) != theirs[n] or theirs[n] is None}
+        for fqn, name in sorted(set().union(*self._of_stages(old))):
             raise PlanError(
                 "LP409",
                 f"the code reads the attribute {name} of {fqn}, which has changed since the start "
@@ -70,3 +77,14 @@ class BlockAttributes(StepAttributes):
                 ", or let the block return it with its output. If a hook sets it, keep it in an "
                 "attribute of the LightningModule. Or use pipeline_parallel_size=1.",
             )
+
+    def _of_stages(self, own: Any) -> list[Any]:
+        every: list[Any] = [own] * self._group.size()
+        dist.all_gather_object(every, own, group=self._group)
+        return every
+
+
+def _plain(value: Any) -> str | None:
+    """Return numbers and texts, also in containers, so that stages can compare them; else None."""
+    leaves = tree_leaves(value)
+    return repr(value) if all(isinstance(x, bool | int | float | str) for x in leaves) else None

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelSummary
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -158,7 +159,9 @@ class UserHooks:
         """Return whether a hook is code of a user's, or calls the user's model."""
         key = id(owner), name
         if key not in self._is_users:
-            calls = isinstance(owner, _CALL_USERS) or getattr(owner, "calls_model", "") == name
+            calls = getattr(owner, "calls_model", "") == name
+            # Not the empty hooks that they have from their base class.
+            calls |= isinstance(owner, _CALL_USERS) and is_overridden(name, owner, Callback)
             self._is_users[key] = calls or _is_own(owner, name)
         return self._is_users[key]
 

@@ -447,7 +447,7 @@ class WholeView(TorchFunctionMode):
         if getattr(func, "__module__", "") == "torch.nn.init":  # which needs no gradient
             with torch.no_grad():
                 return self._draw(func, name, args, kwargs)
-        if name == "equal" and args[0].shape != args[1].shape:
+        if name == "equal" and len({t.shape for t in leaves_of((args, kwargs))}) > 1:
             return False  # as `BaseFinetuning` compares each pair of weights
         if name in _DRAWS or name in _DRAWS_IN_PLACE:
             return self._draw(func, name, args, kwargs)

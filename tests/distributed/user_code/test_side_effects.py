@@ -48,6 +48,33 @@ def auxiliary_loss_that_is_carried() -> Any:
     return module, samples
 
 
+@CASES.add(equal="pp2 tp2", large="zero3 pp2_interleaved")
+def settings_of_blocks_that_a_hook_changes() -> Any:
+    """On every rank alike, so that a stub of a block has what the block has."""
+
+    class Block(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.rate, self.history = inner, 1.0, list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.rate * self.inner(x)
+            return out
+
+    class Module(PlainModule):
+        def on_train_batch_start(self, *_: Any) -> None:
+            for block in self.net.blocks:
+                block.rate *= 0.9
+                block.history.append(block.rate)
+
+        def parallel_plan(self) -> ParallelPlan:
+            return ParallelPlan(blocks="net.blocks", batch=self.batch)
+
+    net = PlainNet()
+    net.blocks = nn.ModuleList(Block(block) for block in net.blocks)
+    return Module(net), token_pairs()
+
+
 @CASES.add(equal="zero3", refused={"pp2": r"net.head is used after the blocks.*last="})
 def head_defined_before_the_blocks() -> Any:
     class Net(PlainNet):

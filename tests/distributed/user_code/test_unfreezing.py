@@ -397,6 +397,7 @@ def a_tied_weight_that_a_step_freezes() -> Any:
     return Module(), token_pairs()
 
 
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
