@@ -96,9 +96,7 @@ class _LetGo(SingleDeviceStrategy):
 
 
 class _Alone(_LetGo):
-    """Notes losses and gradients of every backward, what optimizers are handed, and what they make
-    of it.
-    """
+    """Notes losses, gradients of each backward, and what optimizers are handed and make of it."""
 
     def __init__(
         self,
