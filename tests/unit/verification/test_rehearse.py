@@ -181,7 +181,10 @@ def make_encoder(observer, environment):
         accelerator="cpu",
         devices=4,
         max_steps=1,
-        strategy=Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=2),
+        # "evict" reads a list of hosts at the start of a run, but not of a rehearsal.
+        strategy=Hybrid3DStrategy(
+            tensor_parallel_size=2, pipeline_parallel_size=2, on_difference="evict"
+        ),
         callbacks=[observer],
         plugins=[environment],
     )
