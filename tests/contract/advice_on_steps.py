@@ -263,6 +263,12 @@ STEPS: dict[str, dict[str, str]] = {
         "write to a parameter in place": "cures_of_runs::values_of_another_parameter",
         "w.detach().clone()": "cures_of_runs::a_copy_of_a_weight_that_a_hook_keeps",
     },
+    "LP334": {
+        "a batch_size that gives a multiple of": """
+            distributed/experts/test_transformers.py::test_balance_of_a_batch_that_is_not_full""",
+        "predict with expert_parallel_size=1": """
+            distributed/experts/test_transformers.py::test_balance_of_a_batch_that_is_not_full""",
+    },
     # Pipelines and schedules
     "LP401": {"a schedule that exists": VALUE},
     "LP402": {"a count that fits": VALUE},

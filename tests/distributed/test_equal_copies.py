@@ -1,10 +1,13 @@
 """Copies of weights that begin to differ are named: which weight, on which ranks."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_par import Hybrid3DStrategy
@@ -12,7 +15,7 @@ from lightning_par.engine.data import equal_copies
 from lightning_par.errors import VerificationError
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import loader, quiet_trainer
-from tests.support.ranks.api import run_ranks
+from tests.support.ranks.api import ranks, run_ranks
 
 _AXES = {
     "dp_replicate": {"zero_stage": 0, "data_parallel_size": 3},
@@ -99,6 +102,23 @@ def test_a_weight_is_written_on_one_rank_or_on_every_rank() -> None:
 def test_a_run_without_a_fault_or_without_proofs_goes_to_its_end() -> None:
     assert run_ranks(_train, 2, "tp", "", timeout=120) == [""] * 2
     assert run_ranks(_train, 2, "tp", "net.norm.weight", verify=False, timeout=120) == [""] * 2
+
+
+@ranks(2)
+def test_gloo_has_nothing_in_flight_beside_the_step(rank: int, world: int) -> None:
+    """See Note [One at a time on gloo]."""
+    alone = SimpleNamespace(size=lambda: 1)
+    mesh: Any = SimpleNamespace(group=lambda axis: dist.group.WORLD if axis == "tp" else alone)
+    copies = equal_copies.EqualCopies(torch.nn.Linear(3, 2), mesh, torch.device("cpu"))
+    with (
+        patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
+        patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+    ):
+        for step in range(3):
+            copies.advance(step)
+    calls = [*gathers.call_args_list, *sums.call_args_list]
+    assert len(calls) == 2
+    assert not any(call.kwargs.get("async_op") for call in calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

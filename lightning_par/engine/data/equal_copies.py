@@ -4,7 +4,11 @@ Note [Equal copies]: replicas, context-parallel ranks and tensor-parallel ranks 
 of what is not divided among them, as each gets the same sum of gradients and takes the same step. A
 memory fault of a device, or code that writes to a weight on one rank alone, ends that in silence:
 each rank goes on with its own weights. So every few steps each rank takes a checksum of the next
-few tensors, and the ranks compare them. The checksums travel while the step computes.
+few tensors, and the ranks compare them. On a GPU the checksums travel while the step computes.
+
+Note [One at a time on gloo]: with torch 2.13, an all-gather in flight on a gloo group beside an
+all-gather of the step on the same group corrupts the memory of the process, or hangs, about once in
+some ten thousand times. So ranks on CPUs wait for the checksums.
 """
 
 import socket
@@ -95,10 +99,11 @@ class EqualCopies:
         self._module, self._mesh, self._device = module, mesh, device
         self._turns: dict[str, Iterator[list[_Piece]]] | None = None
         self._round: Iterator[None] | None = None
+        self._overlaps = device.type != "cpu"  # see Note [One at a time on gloo]
         self.next = 0
 
     # One comparison takes three steps: checksums are sent, compared, and the verdict is raised;
-    # in between nothing waits for the network.
+    # in between a GPU does not wait for the network.
     def advance(self, step: int) -> None:
         """Begin a comparison, or go on with it.
 
@@ -137,17 +142,20 @@ class EqualCopies:
             every = [torch.empty_like(own) for _ in range(group.size())]
             # All ranks of the axis have the same pieces in the same turn, as `_find_copies`
             # agreed.
-            sent.append((axis, pieces, every, dist.all_gather(every, own, group, async_op=True)))
+            work = dist.all_gather(every, own, group, async_op=self._overlaps)
+            sent.append((axis, pieces, every, work))
         yield
         told: list[str] = []
         for axis, pieces, every, work in sent:
-            work.wait()
+            if work is not None:
+                work.wait()
             told += _differences(axis, self._mesh, pieces, torch.stack(every).tolist())
         # On every rank, also those that saw no difference: all of them raise together.
         flag = torch.tensor(len(told), device=self._device)
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=self._overlaps)
         yield
-        work.wait()
+        if work is not None:
+            work.wait()
         if int(flag):
             raise error_of_copies(_join(told))
 
