@@ -215,9 +215,12 @@ def train_unplanned(kind: Any, batches: Any, callbacks: list[Any], **options: An
 def test_blocks_without_a_plan_are_those_of_the_structure(mode: Any, caplog: Any) -> None:
     """On a plain Trainer; a block may change its buffers."""
     batches = DataLoader(torch.rand(24, 8, dtype=torch.float64), batch_size=4)
-    wanted = train_unplanned(Unplanned, batches, [])
-    with patch.object(checkpointing, "checkpoint", wraps=checkpointing.checkpoint) as used:
-        got = train_unplanned(Unplanned, batches, [ActivationCheckpointing(mode)])
+    try:
+        wanted = train_unplanned(Unplanned, batches, [])
+        with patch.object(checkpointing, "checkpoint", wraps=checkpointing.checkpoint) as used:
+            got = train_unplanned(Unplanned, batches, [ActivationCheckpointing(mode)])
+    finally:
+        torch.set_default_dtype(torch.float32)  # other tests of this process count on it
     assert used.call_count == 4 * 6
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     assert (
