@@ -393,10 +393,12 @@ def _explain(reply, status):
 
 
 def _crashed_outside_of_python(log):
-    """Whether a segmentation fault was in a thread that Python does not know."""
+    """Whether a thread that Python does not know met damaged memory: not what gloo refuses."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    _, found, stacks = text.rpartition("Fatal Python error: Segmentation fault")
-    return bool(found) and "Current thread" not in stacks
+    said, found, stacks = text.rpartition("Fatal Python error: ")
+    of_malloc = stacks.startswith("Aborted") and "malloc(): unaligned tcache chunk" in said
+    is_damage = stacks.startswith("Segmentation fault") or of_malloc
+    return bool(found) and is_damage and "Current thread" not in stacks
 
 
 def _report(fn, replies, logs, rank, timeout):
