@@ -28,9 +28,9 @@ with names_of("torch"):
 
 __all__ = ["leaves_of", "map_leaves", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
-_LEAVES = frozenset(
-    {Tensor, nn.Parameter, NoneType, bool, float, int, slice, str, torch.device, torch.dtype}
-)
+_PLAIN = {NoneType, bool, float, int, slice, str}
+_OF_TORCH = {torch.device, torch.dtype, torch.Generator, torch.layout, torch.memory_format}
+_LEAVES = frozenset({Tensor, nn.Parameter, *_PLAIN, *_OF_TORCH})
 
 
 def leaves_of(tree: Any) -> list[Any]:

@@ -22,16 +22,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_par.engine.init.construction_tape import (
-    ConstructionTape,
-    leaves_of,
-    mapped,
-    TapeEntry,
-    TensorView,
-)
+from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
 from lightning_par.engine.rng import fork_torch_rng, seed_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.upstream.dispatch import operator_schema
+from lightning_par.upstream.pytree import leaves_of, map_leaves
 from lightning_par.upstream.tensor import make_subclass
 
 __all__ = ["ConstructionRecord", "record_construction"]
@@ -197,7 +192,7 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
         # A generator of the constructor's cannot be put back: draws follow the seed instead.
         return None if isinstance(x, torch.Generator) else x
 
-    args, kwargs = mapped(real, entry.args), mapped(real, entry.kwargs)
+    args, kwargs = map_leaves(real, entry.args), map_leaves(real, entry.kwargs)
     schema = operator_schema(entry.function) if hasattr(entry.function, "overloadpacket") else None
     if schema is not None and any(a.name == "device" for a in schema.arguments):
         # Pinned memory belongs to the CPU only.
