@@ -74,6 +74,8 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
     """
     if type(value) in UNCHANGEABLE:
         return _nothing
+    if isinstance(value, Tensor):
+        return _nothing if id(value) in seen else _restore_tensor(value)
     # Before objects: a file has a `__dict__` and would be taken for one.
     if isinstance(value, io.IOBase):
         return _restore_file(value, seen)
@@ -81,18 +83,11 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
         return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    # Weights are kept or not by the caller, who knows their size; what has a graph is no state.
-    is_weight = isinstance(value, nn.Parameter)
-    has_graph = isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
-    is_kept = is_weight or has_graph or (isinstance(value, Tensor) and value.is_meta)
     held = value if is_container(value) else _attributes(value)
-    copied = value if is_kept else copy_of(value if held is None else held)
+    copied = copy_of(value if held is None else held)
     # Nothing mutable, or in work already: objects may refer to each other in a circle.
     if copied is value or id(value) in seen:
         return _nothing
-    if isinstance(value, Tensor):
-        # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
-        return partial(value.data.copy_, copied) if is_written_to(value) else _nothing
     if isinstance(value, torch.Generator):
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
@@ -111,6 +106,15 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
             restore_item()
 
     return restore
+
+
+def _restore_tensor(value: Tensor) -> Callable[[], Any]:
+    # Weights are kept or not by the caller, who knows their size; what has a graph is no state.
+    has_graph = value.requires_grad and not value.is_leaf
+    if isinstance(value, nn.Parameter) or has_graph or value.is_meta or not is_written_to(value):
+        return _nothing
+    # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
+    return partial(value.data.copy_, copy_of(value))
 
 
 def _nothing() -> None:
@@ -207,7 +211,8 @@ def is_iterator(value: Any) -> bool:
     A file can be, as can an iterator of a user's class, by its attributes.
     """
     return (
-        isinstance(value, Iterator)
+        type(value) not in UNCHANGEABLE
+        and isinstance(value, Iterator)
         and not isinstance(value, io.IOBase)
         and _attributes(value) is None
     )

@@ -1,6 +1,6 @@
 """Running the user's code without a trace: what it changed in a module is put back."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -75,14 +75,15 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         but: Buffers and attributes that stay as they are then; read at the end.
     """
     # Submodules are restored by name below, and not as objects in attributes.
-    seen = {id(part) for part in module.modules()}
-    contents = _restores_of_parameters(module, seen)
-    hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
-    # Restores are made before the step, as each takes its copy now.
-    state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
-    children = [(part._modules, dict(part._modules)) for part in module.modules()]
-    settings = list(_settings(module))
     parts = dict(module.named_modules())
+    parameters = list(module.parameters())
+    seen = {id(part) for part in parts.values()}
+    contents = _restores_of_parameters(parameters, seen)
+    hooks = [(held, set(held)) for part in parts.values() for held in _hooks(part)]
+    # Restores are made before the step, as each takes its copy now.
+    state = {name: (value, restore_of(value, seen)) for name, value in _state(parts)}
+    children = [(part._modules, dict(part._modules)) for part in parts.values()]
+    settings = list(_settings(parts.values(), parameters))
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     # What an iterator has given inside comes once more afterwards.
     given: dict[_Name, list[Any]]
@@ -93,7 +94,6 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         with outside_kept([*parts.values(), *data_of(trainer)]):
             yield
     finally:
-        # Children first: `_state` below walks over them, and must find those of before.
         for held, before in children:
             if held != before:
                 refill(held, before)
@@ -104,7 +104,7 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         for held, names in hooks:
             _drop_new(held, names)
         # A list, since the dicts are changed while their names are gone through.
-        for place, name in [key for key, _ in _state(module) if key not in state]:
+        for place, name in [key for key, _ in _state(parts) if key not in state]:
             if (place, name) not in but:
                 _holder(parts[place], name).pop(name, None)
         for key, items in given.items():
@@ -119,15 +119,17 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
                 _holder(parts[place], name)[name] = value
 
 
-def _restores_of_parameters(module: nn.Module, seen: set[int]) -> list[Callable[[], Any]]:
+def _restores_of_parameters(
+    parameters: Sequence[nn.Parameter], seen: set[int]
+) -> list[Callable[[], Any]]:
     """Return what puts parameters back, see `untouched`."""
-    # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
+    # Lightning evaluates in inference mode on CUDA, and what is made in it is written only there.
     with torch.inference_mode(False), torch.no_grad():
-        held = [(parameter, parameter.detach()) for parameter in module.parameters()]
-        parts = [local_part(tensor) for _, tensor in held]
+        parts = [local_part(parameter) for parameter in parameters]
     # A shard is no matter of the step, which gets something gathered in its place.
+    held = zip(parameters, parts, strict=True)
     restores: list[Callable[[], Any]]
-    restores = [partial(_give_memory, *one) for one in held if not isinstance(one[1], DTensor)]
+    restores = [partial(_give_memory, *one) for one in held if not isinstance(one[0], DTensor)]
     # A large model's weights would not fit twice; a step that writes to them is then not undone.
     if sum(tensor.nbytes for tensor in parts) <= _COPIED:
         restores += [restore_of(part, seen) for part in parts]
@@ -139,20 +141,21 @@ def _give_memory(parameter: nn.Parameter, memory: Tensor) -> None:
         parameter.data = memory
 
 
-def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:
-    """Give the buffers and attributes of a module and its children."""
-    for place, part in module.named_modules():
-        for name, value in vars(part).items():
+def _state(parts: Mapping[str, nn.Module]) -> Iterator[tuple[_Name, Any]]:
+    """Give the buffers and attributes of modules, by their names; also a buffer that is None."""
+    for place, part in parts.items():
+        held = vars(part)
+        for name, value in (*held.items(), *held["_buffers"].items()):
             if name not in _OWN:
                 yield (place, name), value
-        for name, buffer in part.named_buffers(recurse=False):
-            yield (place, name), buffer
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[Any, str, bool]]:
-    """Give the modes of a module and its parts, and which of their parameters are trained."""
-    yield from ((part, "training", part.training) for part in module.modules())
-    yield from ((held, "requires_grad", held.requires_grad) for held in module.parameters())
+def _settings(
+    parts: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
+) -> Iterator[tuple[Any, str, bool]]:
+    """Give the modes of modules, and which parameters are trained."""
+    yield from ((part, "training", part.training) for part in parts)
+    yield from ((held, "requires_grad", held.requires_grad) for held in parameters)
 
 
 class StateOfParts:
@@ -177,8 +180,8 @@ class StateOfParts:
             yield
             # Inside of `untouched`, or all ends would be equal to the beginning.
             # An iterator is another object each time.
-            held = [(name, v) for name, v in _state(self._module) if not is_iterator(v)]
-            self._ends.append({name: copy_of(value) for name, value in held})
+            held = _state(dict(self._module.named_modules()))
+            self._ends.append({name: copy_of(v) for name, v in held if not is_iterator(v)})
             # The whole and the first part begin alike. What differs at their ends depends on the
             # samples, and stays from then on as the step leaves it.
             if len(self._ends) == 2:

@@ -65,6 +65,8 @@ _NO_STATE = (
     *_OF_THE_RUN,
 )
 """Code, and what `_OF_THE_RUN` has: no step keeps its values in them."""
+_NO_FUNCTIONS = UNCHANGEABLE | {dict, list, nn.Parameter, Tensor, tuple}
+"""Classes of most attributes, in which no function is looked for."""
 _SHORT = 128
 """Entries up to which a container in a data module is no data."""
 _LARGEST = 100_000
@@ -254,9 +256,10 @@ class _References:
         for kind in dict.fromkeys(map(type, owners)):
             self.add_class(kind)
         for owner in owners:
+            # Such as `model.loss = my_loss`: no method of the class.
             for value in vars(owner).values():
-                # Such as `model.loss = my_loss`: no method of the class.
-                self.add_function(value)  # as one that was put on the object
+                if type(value) not in _NO_FUNCTIONS:
+                    self.add_function(value)  # as one that was put on the object
 
     def _add_scope(self, place: str, scope: Scope) -> None:
         # The script is `__main__`, and `__mp_main__` where it was spawned. Two functions that were

@@ -105,6 +105,27 @@ def whole_tokens_that_a_block_counts() -> Any:
     return PlainModule(CountingNet()), token_pairs()
 
 
+class ScaledNet(PlainNet):
+    """Each block makes the buffer of its scales in the first step, as causal masks often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("scale", None, persistent=False)
+            block.register_forward_hook(scale_hidden)
+
+
+def scale_hidden(block: Any, _: Any, hidden: Tensor) -> Tensor:
+    if block.scale is None:
+        block.scale = torch.linspace(0.5, 1.5, hidden.shape[-1]).to(hidden)
+    return hidden * block.scale
+
+
+@CASES.add(equal="tp2 zero3 pp2", large="zero1 zero1pp2 pp2_interleaved")
+def a_buffer_that_is_made_in_the_first_step() -> Any:
+    return PlainModule(ScaledNet()), token_pairs()
+
+
 def keeping(keep: Any) -> Any:
     """A module that does something with its buffers before its loss."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, IO
 
 import pytest
+import torch
 from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 
@@ -149,3 +150,13 @@ def test_containers_and_iterators_give_afterwards_what_they_gave_before() -> Non
     assert (module.samples, module.samples.reads) == ([1, 2], 0)
     assert (module.order, module.options) == (OrderedDict(a=1), {"steps": 3})
     assert list(module.numbers) == [1, 2, 3]
+
+
+def test_a_buffer_that_holds_nothing_yet_is_still_one_afterwards() -> None:
+    module: Any = nn.Module()
+    module.register_buffer("mask", None)
+    with untouched(module):
+        module.mask = torch.ones(2)
+    assert module.mask is None
+    module.mask = torch.ones(2)
+    assert [name for name, _ in module.named_buffers()] == ["mask"]
