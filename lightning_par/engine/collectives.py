@@ -14,12 +14,21 @@ slice            own slice, 0 elsewhere  whole -> shard, computed alike on every
 all-gather       slice                   shard -> whole, used alike on every rank
 ===============  ======================  ===============================================
 
+Note [Name of a finished all-gather]: the two threads of a gloo group write the name of the
+collective that each has just run to one string, without a lock (torch 2.13), after whoever waited
+for it may go on. A name of up to 15 letters lies in the string itself; a longer one has memory of
+its own, which two threads at once free twice, or write to after it was freed: once in some ten
+thousand times a rank dies by SIGSEGV or SIGABRT. The one long name of a CPU's collectives is that
+of functional all-gathers. They run as `allgather` therefore, whoever calls them: DTensor, compiled
+code, a user's own.
+
 **Source**: Shoeybi et al. 1909.08053, section 3 (f and g); Korthikanti et al. 2205.05198, section
 4.2.2.
 """
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.library import Library
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.distributed import default_store, functional_operators
@@ -339,3 +349,25 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tenso
     """Call `function.apply`, typed: torch does not annotate it, and all of ours return a tensor."""
     out: Tensor = function.apply(*args)
     return out
+
+
+def _gather_on_cpu(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, async_op: bool = True
+) -> Any:
+    """Gather into tensors of a CPU; see Note [Name of a finished all-gather]."""
+    # Called as an operator, which releases the GIL: a thread of gloo may need it.
+    gather, size = torch.ops.c10d.allgather_, dist.ProcessGroup.unbox(group).size()
+    shards = [list(output.chunk(size)) for output in outputs]
+    works = [gather([s], [x], group, async_op)[1] for s, x in zip(shards, inputs, strict=True)]
+    # All but the last one, which the caller waits for.
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
+
+
+# For as long as the process lives.
+_KERNELS = Library("c10d", "IMPL")
+with warnings.catch_warnings():
+    # Torch warns that there is a kernel already.
+    warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+    _KERNELS.impl("allgather_into_tensor_coalesced_", _gather_on_cpu, "CPU")

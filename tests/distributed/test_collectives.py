@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import profile
 
 from lightning_par.engine.collectives import (
     all_gather,
@@ -71,6 +74,22 @@ def test_all_gather_joins_uneven_shards(rank, world, shape, dim):
     whole = random(*shape)
     got = all_gather(shard(whole, dim, rank, world), dim, dist.group.WORLD, whole.shape[dim])
     assert torch.equal(got, whole)
+
+
+@ranks(2)
+def test_functional_all_gathers_of_a_cpu_run_under_a_short_name(rank, world):
+    """See Note [Name of a finished all-gather] in lightning_par/engine/collectives.py."""
+    operators, group = torch.ops._c10d_functional, dist.group.WORLD
+    wholes = [random(4, 3), random(6).float(), random(2, 0)]
+    parts = [shard(whole, 0, rank, world) for whole in wholes]
+    mesh = init_device_mesh("cpu", (world,))
+    with profile() as profiler:
+        got = operators.all_gather_into_tensor_coalesced(parts, world, group.group_name)
+        got = [operators.wait_tensor(each) for each in got]
+        assert torch.equal(all_gather(parts[0], 0, group), wholes[0])
+        whole = DTensor.from_local(parts[1], mesh, [Shard(0)], run_check=False).full_tensor()
+    assert all(map(torch.equal, (*got, whole), (*wholes, wholes[1])))
+    assert [event.name for event in profiler.events()].count("c10d::allgather_") == 5
 
 
 @ranks(3)

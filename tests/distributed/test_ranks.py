@@ -1,13 +1,11 @@
 """Laws of the multi-rank harness: what runs, what is reported, what comes after a failure."""
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -168,26 +166,6 @@ def test_ranks_that_do_not_connect_are_started_again_once() -> None:
         run_ranks(fail, 2, 0, fresh=True, env={"GLOO_SOCKET_IFNAME": "no_such_interface"})
     assert caught.value.kind == "unconnected"
     assert "was here" not in str(caught.value)
-
-
-def crash_in_a_native_thread(rank, world, folder, times):
-    """Rank 1 crashes so often in a thread that Python does not know."""
-    before = len(list(folder.iterdir()))
-    dist.barrier()
-    if rank == 1 and before < times:
-        (folder / str(before)).touch()
-        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
-        libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)  # strlen(NULL)
-        time.sleep(60)
-    return add_up(rank, world)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_native_thread_may_crash_once(tmp_path, times) -> None:
-    job = crash_in_a_native_thread, 2, tmp_path, times
-    ends = pytest.raises(RankError, match="died by SIGSEGV") if times == 2 else nullcontext()
-    with pytest.warns(UserWarning, match="a thread without Python code has crashed"), ends:
-        assert run_ranks(*job, fresh=True) == [1.0, 1.0]
 
 
 @ranks(2)

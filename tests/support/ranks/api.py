@@ -127,24 +127,13 @@ class _Zygote:
         """Runs `job` on `world` ranks; gives a reply and a log per rank; keeps a sound set.
 
         Once in many thousand times gloo closes a connection while it makes the default group,
-        before anything of a test has run; then new ranks are started, once. As rarely, and also
-        outside of tests, a thread of gloo (pt_gloo_runloop of torch 2.13) crashes in malloc during
-        a collective: of a job in which a thread without Python code has crashed the second run
-        counts.
+        before anything of a test has run; then new ranks are started, once.
         """
         replies, logs = self._run(job, world, timeout, fresh)
         if any(reply.kind == "unconnected" for reply in replies):
             told = next(reply.message for reply in replies if reply.kind == "unconnected")
             warnings.warn(
                 f"{world} ranks did not connect, and are started again: {told}", stacklevel=1
-            )
-            replies, logs = self._run(job, world, timeout, fresh)
-        crashed = [r for r, reply in enumerate(replies) if reply.kind == "died"]
-        if any(_crashed_outside_of_python(logs[rank]) for rank in crashed):
-            warnings.warn(
-                f"a thread without Python code has crashed on a rank of {world}, and the job is "
-                f"done again:\n{_tail(logs[crashed[0]])}",
-                stacklevel=1,
             )
             replies, logs = self._run(job, world, timeout, fresh)
         return replies, logs
@@ -390,15 +379,6 @@ def _explain(reply, status):
     if reply.kind != "died":
         return reply
     return _Reply(kind="died", message=status, time=reply.time)
-
-
-def _crashed_outside_of_python(log):
-    """Whether a thread that Python does not know met damaged memory: not what gloo refuses."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    said, found, stacks = text.rpartition("Fatal Python error: ")
-    of_malloc = stacks.startswith("Aborted") and "malloc(): unaligned tcache chunk" in said
-    is_damage = stacks.startswith("Segmentation fault") or of_malloc
-    return bool(found) and is_damage and "Current thread" not in stacks
 
 
 def _report(fn, replies, logs, rank, timeout):
