@@ -75,6 +75,44 @@ def class_weights_on_divided_sequences(cured: bool) -> Any:
     return Module(AttendingNet())
 
 
+@CURES.add("LP322", r"same calls of self\.log \('marked'\).*Log the same names in the same", "cp2")
+def a_number_that_only_ranks_with_some_tokens_log(cured: bool) -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            marked = (batch[0] == 63).sum().double()
+            if cured or marked:
+                self.log("marked", marked, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert self.trainer.callback_metrics["marked"] == 8  # one in each sample
+
+    samples = [(x % 63, y) for x, y in token_pairs()]
+    for x, _ in samples:
+        x[0] = 63
+    return Module(AttendingNet()), samples
+
+
+@CURES.add("LP325", r"to a different value for each.*set the value in on_train_batch_end", "zero1")
+def a_rate_by_the_loss(cured: bool) -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if not cured:
+                self._set(loss)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            if cured:
+                self._set(outputs["loss"])
+
+        def _set(self, loss: Any) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.param_groups[0]["lr"] = 0.1 * float(loss)
+
+    return Module()
+
+
 @CURES.add("LP309", r"write:\n  - .* draws from its own generator, draw them in the dataset")
 def weights_from_a_generator_of_the_step(cured: bool) -> Any:
     generator = np.random.default_rng(1)
