@@ -211,6 +211,7 @@ STEPS: dict[str, dict[str, str]] = {
     "LP322": {
         "shift labels in the data": "sequences::training_on_labels_shifted_in_the_data",
         "declare what weighs": "cures_in_data::class_weights_on_divided_sequences",
+        "log the same names": "cures_in_data::a_number_that_only_ranks_with_some_tokens_log",
     },
     "LP323": {
         "pass a list in the place of a generator": (
@@ -231,6 +232,7 @@ STEPS: dict[str, dict[str, str]] = {
         "sequence_parallel=False": "counted_buffers::whole_tokens_that_a_block_counts",
         "local_statistics=True": "losses::test_statistics_of_parts_are_accepted",
         "the largest shape from the start": "cures_in_data::a_sum_of_the_largest_shape",
+        "set a rate in on_train_batch_end": "cures_in_data::a_rate_by_the_loss",
     },
     "LP326": {
         "drop_last=True": (
@@ -343,8 +345,13 @@ STEPS: dict[str, dict[str, str]] = {
         "full_parameter(name)": "gradients::norms_from_the_strategy",
     },
     "LP416": {
-        "a hyperparameter": "cures_of_shards::a_learning_rate_by_the_number_of_processes",
-        "estimated_stepping_batches": "cures_of_shards::a_schedule_by_the_number_of_processes",
+        "a hyperparameter": """
+            cures_of_shards::a_learning_rate_by_the_number_of_processes
+            numbers_of_setup::a_learning_rate_of_setup""",
+        "estimated_stepping_batches": """
+            cures_of_shards::a_schedule_by_the_number_of_processes
+            numbers_of_setup::the_length_of_a_cosine numbers_of_setup::the_length_of_one_cycle
+            numbers_of_setup::the_length_in_a_function_of_steps""",
         "count the replicas": "losses::times_the_number_of_replicas",
     },
     "LP417": {"full_tensor()": "hooks::arrays_of_whole_tensors_before_the_update"},

@@ -103,6 +103,9 @@ PROOFS: dict[str, str] = {
         optimizers::a_rate_by_the_number_of_weights_of_named_parameters""",
     "a learning rate from `trainer.world_size` in `configure_optimizers`": """
         optimizers::learning_rate_by_the_number_of_processes""",
+    "the length of a schedule from `trainer.num_devices` in `setup`": """
+        numbers_of_setup::the_length_of_a_cosine numbers_of_setup::the_length_of_one_cycle
+        numbers_of_setup::a_length_that_counts_replicas""",
     "a learning rate, or another hyperparameter, that `training_step` sets": """
         uncommon_steps::a_rate_that_the_step_sets_by_its_number
         uncommon_steps::a_rate_that_the_step_sets_by_its_loss""",
@@ -166,6 +169,12 @@ PROOFS: dict[str, str] = {
         losses::confident_samples_from_the_third_step_on
         losses::hard_samples_above_a_threshold_or_the_hardest
         unit/strategies/step/test_loss_form.py::test_a_step_that_begins_to_choose_samples_is_looked_at""",
+    "`training_step` returns None to skip a batch": """
+        uncommon_steps::a_step_without_a_loss_on_all_replicas
+        uncommon_steps::a_step_without_a_loss_on_one_replica
+        cures_of_shards::batches_left_out_by_their_loss
+        cures_of_steps::batches_left_out_by_their_loss
+        cures_in_data::samples_left_out_of_the_data_set""",
     "in-batch negatives": """
         losses::in_batch_negatives losses::in_batch_negatives_gathered
         collectives::test_negatives_of_all_replicas_have_the_gradient_of_one_process""",

@@ -15,7 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_par import BatchLayout
 from tests.support.cures import Cures
-from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.models.plain_language_model import (
+    AttendingNet,
+    PlainModule,
+    PlainNet,
+    token_pairs,
+)
 
 CURES = Cures(__name__)
 CASES = CURES.cases
@@ -52,25 +57,6 @@ def weights_that_some_batches_lack(cured: bool) -> Any:
     return Module(), token_pairs(), collate
 
 
-class _Attends(nn.Module):
-    """A block that looks at all earlier tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 32)
-
-    def forward(self, h: Tensor) -> Tensor:
-        heads = self.up(h).unflatten(-1, (4, 8)).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        return h + seen.transpose(1, 2).flatten(2)
-
-
-def _attending() -> nn.Module:
-    net = PlainNet()
-    net.blocks = nn.ModuleList(_Attends() for _ in range(2))
-    return net
-
-
 @CURES.add("LP322", r"declares, or be weighted by BatchLayout\(loss_weight=", "cp2")
 def class_weights_on_divided_sequences(cured: bool) -> Any:
     classes = torch.linspace(0.1, 3.0, 64, dtype=torch.float64)
@@ -86,7 +72,45 @@ def class_weights_on_divided_sequences(cured: bool) -> Any:
             x, y = batch
             return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), classes)
 
-    return Module(_attending())
+    return Module(AttendingNet())
+
+
+@CURES.add("LP322", r"same calls of self\.log \('marked'\).*Log the same names in the same", "cp2")
+def a_number_that_only_ranks_with_some_tokens_log(cured: bool) -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            marked = (batch[0] == 63).sum().double()
+            if cured or marked:
+                self.log("marked", marked, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert self.trainer.callback_metrics["marked"] == 8  # one in each sample
+
+    samples = [(x % 63, y) for x, y in token_pairs()]
+    for x, _ in samples:
+        x[0] = 63
+    return Module(AttendingNet()), samples
+
+
+@CURES.add("LP325", r"to a different value for each.*set the value in on_train_batch_end", "zero1")
+def a_rate_by_the_loss(cured: bool) -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if not cured:
+                self._set(loss)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            if cured:
+                self._set(outputs["loss"])
+
+        def _set(self, loss: Any) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.param_groups[0]["lr"] = 0.1 * float(loss)
+
+    return Module()
 
 
 @CURES.add("LP309", r"write:\n  - .* draws from its own generator, draw them in the dataset")

@@ -1,6 +1,7 @@
 """torchmetrics of the user's module: what they log of a batch that is cut, and what cannot be."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMet
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par import Hybrid3DStrategy
-from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.models.plain_language_model import AttendingNet, PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import LAYOUTS
@@ -327,9 +328,13 @@ class Outside(Callback):
 
 
 class Updating(PlainModule):
-    def __init__(self, metrics: dict[str, Metric]) -> None:
-        super().__init__()
+    def __init__(self, metrics: dict[str, Metric], net: Any) -> None:
+        super().__init__(net)
         self.metrics = metrics
+
+    def parallel_plan(self) -> Any:
+        plan = super().parallel_plan()
+        return replace(plan, tensor={}) if isinstance(self.net, AttendingNet) else plan
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.net(batch[0])
@@ -338,7 +343,9 @@ class Updating(PlainModule):
         return logits.mean((1, 2))
 
 
-def _measure_outside(rank: int, world: int, layout: str | None) -> list[float]:
+def _measure_outside(
+    rank: int, world: int, layout: str | None, attends: bool, count: int
+) -> list[float]:
     seed_everything(0, verbose=False)
     outside = Outside()
     strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
@@ -347,17 +354,28 @@ def _measure_outside(rank: int, world: int, layout: str | None) -> list[float]:
     )
     samples = token_pairs()[:24]
     batch_size = 4 if layout == "zero1" else 8
-    loaders = [DataLoader(part, batch_size) for part in (samples, samples[:16])]
-    trainer.fit(Updating(outside.of_step).double(), *loaders)
+    loaders = [DataLoader(part, batch_size) for part in (samples, samples[:count])]
+    net = AttendingNet() if attends else None
+    trainer.fit(Updating(outside.of_step, net).double(), *loaders)
     return outside.found
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero1"])
 def test_metrics_that_no_module_holds_count_each_sample_once(layout: str) -> None:
-    (found,) = run_ranks(_measure_outside, 1, None)
+    (found,) = run_ranks(_measure_outside, 1, None, False, 16)
     assert len(found) == 24  # the sanity check, and two epochs
-    for got in run_ranks(_measure_outside, 2, layout, timeout=180):
+    for got in run_ranks(_measure_outside, 2, layout, False, 16, timeout=180):
         assert got == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "count"), [("cp2", 16), ("zero1", 17)])
+def test_metrics_in_a_dict_count_divided_and_repeated_samples_once(layout: str, count: int) -> None:
+    attends = layout == "cp2"
+    (found,) = run_ranks(_measure_outside, 1, None, attends, count)
+    wanted = [value for start in (4, 12, 20) for value in found[start : start + 4]]
+    for every in run_ranks(_measure_outside, 2, layout, attends, count, timeout=180):
+        got = [value for start in (4, 12, 20) for value in every[start : start + 4]]
+        assert got == pytest.approx(wanted, rel=1e-6)
 
 
 class Late(PlainModule):
