@@ -104,7 +104,7 @@ class Case:
     trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     batch_size: int = 8
     tolerance: float = 1e-8
-    blocks: int = 4
+    blocks: int = 2
 
     def blocks_on(self, layout: str | None) -> int:
         """Return the blocks of a `PlainNet` on a layout: under some schedules a rank has two."""
@@ -118,10 +118,10 @@ class Cases:
     Args:
         file: Its ``__name__``.
         blocks: Of the cases that do not say it. Two are enough for all layouts but those with two
-            stages on a rank; four where the text of a refusal, or a hook, names a later one.
+            stages on a rank; four where a case tells blocks of one stage apart.
     """
 
-    def __init__(self, file: str, *, blocks: int = 4) -> None:
+    def __init__(self, file: str, *, blocks: int = 2) -> None:
         self._file, self._blocks = file, blocks
         self.cases: dict[str, Case] = {}
 

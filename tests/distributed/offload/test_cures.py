@@ -18,7 +18,7 @@ from tests.support.models.plain_language_model import PlainModule, PlainNet, tok
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import Cases, train_case
 
-CASES = Cases(__name__)
+CASES = Cases(__name__, blocks=4)
 
 
 def on_host(**offload: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn, Tensor
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__)
+CASES = Cases(__name__, blocks=4)
 CHOSEN = 7  # first token of the samples that take the branch
 
 

@@ -255,7 +255,7 @@ def a_hook_that_calls_the_blocks(cured: bool) -> nn.Module:
             with torch.no_grad():
                 net: Any = self.net
                 tokens = torch.arange(8)[None]
-                out = net(tokens) if cured else net.blocks[2](net.blocks[1](torch.ones(1, 2, 32)))
+                out = net(tokens) if cured else net.blocks[1](net.blocks[0](torch.ones(1, 2, 32)))
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + float(out.square().mean())
 
     return Module()

@@ -138,7 +138,9 @@ def a_copy_of_a_weight_that_a_hook_keeps(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP329", r"replaced or deleted net\.blocks\.0.*in __init__, setup or configure_model", "pp2"
+    "LP329",
+    r"replaced or deleted net\.blocks\.0.*in __init__, setup or configure_model",
+    options={"blocks": 4},
 )
 def blocks_that_change_places(cured: bool) -> nn.Module:
     class Module(PlainModule):
@@ -158,16 +160,16 @@ def blocks_that_change_places(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP329", r"deleted .*net\.blocks\.3.*in __init__, setup or configure_model", "tp2")
+@CURES.add("LP329", r"deleted .*net\.blocks\.1.*in __init__, setup or configure_model", "tp2")
 def a_block_that_is_deleted(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def setup(self, stage: str) -> None:
             if cured:
-                del self.net.blocks[3]
+                del self.net.blocks[1]
 
         def on_fit_start(self) -> None:
             if not cured:
-                del self.net.blocks[3]
+                del self.net.blocks[1]
 
     return Module()
 
@@ -347,7 +349,7 @@ def averages_that_blocks_keep_for_validation(cured: bool) -> nn.Module:
 
         def __init__(self) -> None:
             super().__init__()
-            self.shadows = [{"mean": torch.zeros(48, dtype=torch.float64)} for _ in range(4)]
+            self.shadows = [{"mean": torch.zeros(48, dtype=torch.float64)} for _ in self.net.blocks]
             for block, shadow in zip(self.net.blocks, self.shadows, strict=True):
                 block.shadow = {"mean": shadow["mean"].clone()}  # type: ignore[assignment]
 

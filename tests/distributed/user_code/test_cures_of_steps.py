@@ -67,7 +67,7 @@ def a_weight_that_a_step_scales(cured: bool) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             if not cured:
-                self.net.blocks[1].register_forward_hook(self.scaled)
+                self.net.blocks[0].register_forward_hook(self.scaled)
 
         def on_train_batch_end(self, *_: Any) -> None:
             if cured:
@@ -75,7 +75,7 @@ def a_weight_that_a_step_scales(cured: bool) -> nn.Module:
 
         def scaled(self, *_: Any) -> None:
             with torch.no_grad():
-                self.net.blocks[1].mlp.up.weight.mul_(0.99)
+                self.net.blocks[0].mlp.up.weight.mul_(0.99)
 
     return Module()
 
@@ -251,7 +251,9 @@ def a_step_for_one_number_of_samples(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP405", r"frozen or unfrozen within an epoch\. .* at the start of an epoch, in on_train_epoch_"
+    "LP405",
+    r"frozen or unfrozen within an epoch\. .* at the start of an epoch, in on_train_epoch_",
+    options={"blocks": 4},
 )
 def an_embedding_frozen_after_some_steps(cured: bool) -> nn.Module:
     class Module(PlainModule):

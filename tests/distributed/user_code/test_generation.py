@@ -53,7 +53,7 @@ def t5() -> Any:
 
 
 def gpt() -> Any:
-    return GPT(GPTConfig(vocab_size=19, max_length=9, num_layers=2, model_dim=24, num_heads=4))
+    return GPT(GPTConfig(vocab_size=19, max_length=7, num_layers=2, model_dim=24, num_heads=4))
 
 
 FAMILIES = {"llama": llama, "t5": t5, "gpt": gpt, "deep": partial(llama, 4)}
@@ -83,12 +83,12 @@ class Writing(PlainModule):
 
     def loss(self, batch: Any) -> Tensor:
         if isinstance(self.model, GPT):
-            logits = self.model(batch["input_ids"][:, :9])
-            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, :9].flatten())
+            logits = self.model(batch["input_ids"][:, :7])
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, :7].flatten())
         return self.model(**batch).loss
 
     def write(self, prompt: Tensor, kind: str) -> list[list[int]]:
-        rows = self.model.generate(prompt, max_new_tokens=6, **self.kinds[kind]).tolist()
+        rows = self.model.generate(prompt, max_new_tokens=4, **self.kinds[kind]).tolist()
         return [[token for token in row if token] for row in rows]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -22,7 +22,7 @@ from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import strategy_of, world_of
 
-PROMPT, NEW, ENDS = 5, 7, [2, *range(20, 27)]
+PROMPT, NEW, ENDS = 5, 4, [2, *range(20, 27)]
 """Tokens of a prompt, of what is written, and those that end a text."""
 
 
@@ -138,7 +138,7 @@ def generate(rank: int, world: int, family: str, layout: str | None) -> dict[str
     )
     trainer.fit(module, DataLoader(prompts(), 4 // replicas), DataLoader(prompts(), 4 // replicas))
     after = module.write(collate(prompts()[:3]))
-    predicted = trainer.predict(module, DataLoader(prompts()[:6], 3))
+    predicted = trainer.predict(module, DataLoader(prompts()[:6], 6))
     return {
         "validation_step": module.texts,
         "on_train_epoch_end": module.in_hook,

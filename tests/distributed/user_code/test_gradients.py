@@ -19,7 +19,7 @@ from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__, blocks=2)
+CASES = Cases(__name__)
 
 
 def hooked(act: Callable[[PlainModule], None], hook: str = "on_before_optimizer_step") -> Any:

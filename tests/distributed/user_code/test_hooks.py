@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__, blocks=2)
+CASES = Cases(__name__)
 
 
 def rate_of(module: pl.LightningModule, number: Any) -> None:

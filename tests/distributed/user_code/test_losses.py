@@ -18,7 +18,7 @@ from tests.support.models.plain_language_model import NormalizedNet, PlainModule
 from tests.support.ranks.api import run_ranks
 from tests.support.user_code import _train_rank, Cases
 
-CASES = Cases(__name__, blocks=2)
+CASES = Cases(__name__)
 
 
 def ragged(samples: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__, blocks=2)
+CASES = Cases(__name__)
 
 
 def optimized(make: Callable[[PlainModule], Any]) -> Any:

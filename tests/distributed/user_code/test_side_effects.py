@@ -13,7 +13,7 @@ from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__, blocks=2)
+CASES = Cases(__name__)
 
 
 @CASES.add(equal="zero3")

@@ -15,7 +15,7 @@ from tests.distributed.user_code.test_optimizers import optimized, TwoKinds
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases(__name__)
+CASES = Cases(__name__, blocks=4)
 
 
 class Unfreezing(BaseFinetuning):

@@ -19,7 +19,7 @@ from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import RankError, run_ranks
 from tests.support.user_code import Cases, strategy_of
 
-CASES = Cases(__name__, blocks=2)
+CASES = Cases(__name__)
 EVERY = "tp2 pp2 zero3"
 LARGE = "tp2pp2 zero1 zero2_offload pp2_interleaved"
 
