@@ -21,6 +21,7 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
     split_sizes,
 )
+from lightning_par.upstream.dispatch import TorchDispatchMode
 from tests.support.ranks.api import ranks
 
 SHAPES = [((6, 5, 7), 0), ((2, 6, 5), 1), ((2, 5, 6), -1)]
