@@ -39,6 +39,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.library import Library
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.upstream.dispatch import count_of_modes
 from lightning_par.upstream.distributed import default_store, functional_operators
 
 __all__ = [
@@ -126,8 +127,9 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
         missing = step - x.shape[dim]
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     x = x.contiguous()
-    if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
-        # As the kernel below, in a third of its time.
+    is_plain = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
+    # As the kernel below, in a third of its time; `CommDebugMode` of torch does not know it.
+    if is_plain and not count_of_modes():
         out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         out = _ops.all_gather_into_tensor_out(x, ranks, group.group_name, out=out)
     else:

@@ -7,6 +7,7 @@
                                    before they are decomposed
 `item_operator`                    what ``.item()`` calls; public names end before the dispatcher
 `any_true_operator`                what anomaly detection calls; it has no public name
+`count_of_modes`                   how many dispatch modes are on; nothing public tells
 `FakeTensorMode`                   context in which operators compute shapes and no values; torch's
                                    notes on fake tensors tell to import it from there
 =================================  ============================================================
@@ -25,6 +26,7 @@ with names_of("torch"):
 
     item_operator = torch.ops.aten._local_scalar_dense.default
     any_true_operator = torch.ops.aten._is_any_true.default
+    count_of_modes = torch._C._len_torch_dispatch_stack
     _LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
     _destroy = Library._destroy
 
@@ -32,6 +34,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "any_true_operator",
+    "count_of_modes",
     "is_composite",
     "item_operator",
     "lazy_keys",

@@ -2,9 +2,6 @@
 
 `make_wrapper` returns a tensor of a class that has a shape and no memory, from the class, the
 shape, `dtype` and `device`. Torch's notes on wrapper subclasses use it; there is no public name.
-
-`plain_functions` is a context in which no ``__torch_function__`` is called. Torch's notes on
-extending torch tell subclasses to use it; there is no public name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +16,6 @@ from lightning_par.upstream.presence import names_of
 with names_of("torch"):
     make_wrapper = Tensor._make_wrapper_subclass
     _make_subclass = Tensor._make_subclass
-    plain_functions = torch._C.DisableTorchFunctionSubclass
     UNSAVED_BUFFERS = "_non_persistent_buffers_set"
     getattr(nn.Module(), UNSAVED_BUFFERS)
     # Read where they are used; looked up here so that nothing is read from a torch without them.
@@ -36,7 +32,6 @@ __all__ = [
     "mark_as_parameter",
     "memory_key",
     "own_attributes",
-    "plain_functions",
     "storage_key",
     "written_by",
 ]

@@ -24,7 +24,7 @@ from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.autograd import is_in_backward, saved_tensor_hooks
 from lightning_par.upstream.dtensor import TO_LOCAL_NODE
-from lightning_par.upstream.tensor import count_of_changes, plain_functions
+from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["cast_again", "saving_no_casts"]
 
@@ -95,7 +95,7 @@ class _Cast:
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
     # Detached: an output that is saved would hold its node, and the node the output, for ever.
-    with plain_functions():
+    with torch.DisableTorchFunctionSubclass():
         return tensor.detach(), count_of_changes(tensor)
 
 

@@ -18,7 +18,7 @@ from lightning_par.engine.tensor.chunked_loss import ChunkedLoss
 from lightning_par.engine.tensor.chunks import chunk_tokens
 from lightning_par.engine.tensor.vocab_parallel import linked_logits, VocabShardedLogits
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.upstream.tensor import asks_for_changes, plain_functions
+from lightning_par.upstream.tensor import asks_for_changes
 
 __all__ = ["ChunkedHead", "ChunkedLogits", "LossOptions", "chunked_logits", "linear_cross_entropy"]
 
@@ -116,7 +116,7 @@ class ChunkedLogits(VocabShardedLogits):
 
     def changed(self, vocab_dim: int, **changes: Any) -> "ChunkedLogits":
         """Return other logits of the same head: `changes` are arguments of `make`."""
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             size, dtype = self.shape[self.vocab_dim], self.dtype
         held: dict[str, Any] = {
             "hidden": self.local,
@@ -152,7 +152,7 @@ class ChunkedLogits(VocabShardedLogits):
 
         **Communicates**: with sharded weights one all-gather over the tensor-parallel ranks.
         """
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             size, dtype = self.shape[self.vocab_dim], self.dtype
         logits = F.linear(self.local.movedim(self.vocab_dim, -1), self.weight, self.bias).to(dtype)
         if (cap := self.options.soft_cap) is not None:
@@ -181,7 +181,7 @@ class ChunkedLogits(VocabShardedLogits):
                 "(chunked_loss=False).",
             )
         if func in _CASTS:
-            with plain_functions():
+            with torch.DisableTorchFunctionSubclass():
                 cast = func(torch.empty(0, dtype=self.dtype, device=self.device), *rest, **kwargs)
             is_here = cast.device == self.local.device
             return self.changed(self.vocab_dim, dtype=cast.dtype) if is_here else NotImplemented
@@ -214,7 +214,7 @@ def _cross_entropy(
     plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not plain or target.is_floating_point() or x.vocab_dim != classes:
         return NotImplemented
-    with plain_functions():
+    with torch.DisableTorchFunctionSubclass():
         size, dtype = x.shape[classes], x.dtype
     hidden = x.local.movedim(classes, -1)
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
@@ -269,7 +269,7 @@ def _most_likely(x: ChunkedLogits) -> Tensor:
         places.append(place)
     value, place = torch.cat(values), torch.cat(places)
     if x.group is not None:
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             sizes = split_sizes(x.shape[x.vocab_dim], x.group.size())
         place += sum(sizes[: x.group.rank()])
         best = all_gather(value[None], 0, x.group).argmax(0, keepdim=True)

@@ -25,7 +25,7 @@ from lightning_par.engine.collectives import (
 )
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.pytree import tree_map
-from lightning_par.upstream.tensor import make_wrapper, plain_functions
+from lightning_par.upstream.tensor import make_wrapper
 
 __all__ = ["VocabShardedLogits", "linked_logits", "vocab_parallel_cross_entropy"]
 
@@ -223,7 +223,7 @@ class VocabShardedLogits(Tensor):
             local: What takes the place of `self.local`.
             vocab_dim: Which dim of `local` is the vocabulary.
         """
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             size = self.shape[self.vocab_dim]
         return VocabShardedLogits.wrap(local, size, self.group, vocab_dim)
 
@@ -271,7 +271,7 @@ class VocabShardedLogits(Tensor):
         return func(*plain[0], **plain[1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             return f"VocabShardedLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
 
@@ -301,7 +301,7 @@ def _answer_from_shard(
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _answer_property(func, x)
-    with plain_functions():
+    with torch.DisableTorchFunctionSubclass():
         if func in (Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__):
             return func(x, *rest, **kwargs)
         if func in (Tensor.is_floating_point, torch.is_floating_point):
@@ -343,7 +343,7 @@ def _answer_property(func: Any, x: VocabShardedLogits) -> Any:
     if name in ("requires_grad", "grad_fn", "is_leaf"):
         return func(x.local)
     if name in _METADATA:
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             return func(x)
     return NotImplemented
 

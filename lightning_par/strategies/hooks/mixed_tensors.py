@@ -21,7 +21,7 @@ from lightning_par.strategies.hooks.slices import is_slice, slice_of, VIEWS, who
 from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import leaves_of, map_leaves
-from lightning_par.upstream.tensor import plain_functions, written_by
+from lightning_par.upstream.tensor import written_by
 
 __all__ = [
     "SET_DATA",
@@ -211,7 +211,7 @@ def told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
             "p.grad of module.named_parameters() in on_before_optimizer_step."
         )
         return torch.utils.hooks.RemovableHandle(OrderedDict())
-    with plain_functions():
+    with torch.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

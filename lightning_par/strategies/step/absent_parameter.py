@@ -17,7 +17,6 @@ from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import (
     asks_for_changes,
     make_subclass,
-    plain_functions,
     UNSAVED_BUFFERS,
 )
 
@@ -171,7 +170,7 @@ class AbsentParameter(Tensor):
         """Refuse a function that needs a value; if stages have to agree, any value stands in."""
         kwargs = kwargs or {}
         if func in _TELLS:
-            with plain_functions():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _KEEPS and all(isinstance(value, cls) for value in args):
             # For what notes and restores attributes, without a value.
@@ -188,7 +187,7 @@ class AbsentParameter(Tensor):
         text = _refusal(absent.fqn)
         # The first read is the cause; later ones may only meet the ones that stood in for it.
         absent.refusals.text = absent.refusals.text or text
-        with plain_functions():
+        with torch.DisableTorchFunctionSubclass():
             plain = tree_map(_plain, (args, kwargs))
             return func(*plain[0], **plain[1])
 
