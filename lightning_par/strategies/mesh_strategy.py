@@ -53,7 +53,7 @@ from lightning_par.strategies.setup.stage_optimizers import (
     optimizers_of_a_stage,
     prepare_optimizers,
 )
-from lightning_par.strategies.setup.world_reads import check_world_reads, note_setup
+from lightning_par.strategies.setup.world_reads import check_world_reads
 from lightning_par.strategies.step.batch_weights import Step
 from lightning_par.upstream.lightning import set_launcher
 
@@ -285,7 +285,6 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.processes.set_up()
         defer_averages(self.lightning_module.trainer)
-        note_setup(self.lightning_module.trainer)
         if self.options.outer is not None:
             rest = self.processes, self._saving, lambda: self.parallel_model
             self.islands = IslandRounds(self.options.outer, *rest)
@@ -476,7 +475,8 @@ class MeshStrategy(ParallelStrategy):
 
         Args:
             module: What is yielded, with all weights: one in the LightningModule; None: that.
-            on: ``"every"``: all ranks write the same; ``"rank 0"``: others get None, its writes.
+            on: ``"every"``: all ranks have to write the same; ``"rank 0"``: others get None, and
+                what rank 0 writes.
 
         **Communicates**: all weights, to rank 0; with "every" then to each rank, which holds them.
         """

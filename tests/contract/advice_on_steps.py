@@ -345,13 +345,8 @@ STEPS: dict[str, dict[str, str]] = {
         "full_parameter(name)": "gradients::norms_from_the_strategy",
     },
     "LP416": {
-        "a hyperparameter": """
-            cures_of_shards::a_learning_rate_by_the_number_of_processes
-            numbers_of_setup::a_learning_rate_of_setup""",
-        "estimated_stepping_batches": """
-            cures_of_shards::a_schedule_by_the_number_of_processes
-            numbers_of_setup::the_length_of_a_cosine numbers_of_setup::the_length_of_one_cycle
-            numbers_of_setup::the_length_in_a_function_of_steps""",
+        "a hyperparameter": "cures_of_shards::a_learning_rate_by_the_number_of_processes",
+        "estimated_stepping_batches": "cures_of_shards::a_schedule_by_the_number_of_processes",
         "count the replicas": "losses::times_the_number_of_replicas",
     },
     "LP417": {"full_tensor()": "hooks::arrays_of_whole_tensors_before_the_update"},

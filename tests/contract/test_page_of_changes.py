@@ -103,9 +103,6 @@ PROOFS: dict[str, str] = {
         optimizers::a_rate_by_the_number_of_weights_of_named_parameters""",
     "a learning rate from `trainer.world_size` in `configure_optimizers`": """
         optimizers::learning_rate_by_the_number_of_processes""",
-    "the length of a schedule from `trainer.num_devices` in `setup`": """
-        numbers_of_setup::the_length_of_a_cosine numbers_of_setup::the_length_of_one_cycle
-        numbers_of_setup::a_length_that_counts_replicas""",
     "a learning rate, or another hyperparameter, that `training_step` sets": """
         uncommon_steps::a_rate_that_the_step_sets_by_its_number
         uncommon_steps::a_rate_that_the_step_sets_by_its_loss""",

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,19 +55,14 @@ _RANK = _Number(
 )
 
 
-def noting_world_size(
-    places: list[str],
-    count: int | None = None,
-    seen: Callable[[FrameType], object] = lambda frame: None,
-) -> Any:
+def noting_world_size(places: list[str], count: int | None = None) -> Any:
     """Return a context that notes where the user's code reads the number of processes.
 
     Args:
         places: Receives a text for each read.
         count: The user's code reads this number in place of a larger one; None: the real one.
-        seen: Is called with the frame of each read.
     """
-    return _noting(_SIZE, places, count, seen)
+    return _noting(_SIZE, places, count)
 
 
 def noting_rank(places: list[str], rank: int | None = None) -> Any:
@@ -82,12 +76,7 @@ def noting_rank(places: list[str], rank: int | None = None) -> Any:
 
 
 @contextmanager
-def _noting(
-    number: _Number,
-    places: list[str],
-    most: int | None,
-    seen: Callable[[FrameType], object] = lambda frame: None,
-) -> Iterator[None]:
+def _noting(number: _Number, places: list[str], most: int | None) -> Iterator[None]:
     is_reading = False
 
     def read(name: str, original: Callable[[], Any]) -> Any:
@@ -103,7 +92,6 @@ def _noting(
         if frame is None:
             return found
         places.append(f"{name} in line {frame.f_lineno} of {frame.f_code.co_filename}")
-        seen(frame)
         if most is None:
             return found
         # `is_global_zero` answers for the rank that is pretended.
