@@ -15,7 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_par import BatchLayout
 from tests.support.cures import Cures
-from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.models.plain_language_model import (
+    AttendingNet,
+    PlainModule,
+    PlainNet,
+    token_pairs,
+)
 
 CURES = Cures(__name__)
 CASES = CURES.cases
@@ -52,25 +57,6 @@ def weights_that_some_batches_lack(cured: bool) -> Any:
     return Module(), token_pairs(), collate
 
 
-class _Attends(nn.Module):
-    """A block that looks at all earlier tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 32)
-
-    def forward(self, h: Tensor) -> Tensor:
-        heads = self.up(h).unflatten(-1, (4, 8)).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        return h + seen.transpose(1, 2).flatten(2)
-
-
-def _attending() -> nn.Module:
-    net = PlainNet()
-    net.blocks = nn.ModuleList(_Attends() for _ in range(2))
-    return net
-
-
 @CURES.add("LP322", r"declares, or be weighted by BatchLayout\(loss_weight=", "cp2")
 def class_weights_on_divided_sequences(cured: bool) -> Any:
     classes = torch.linspace(0.1, 3.0, 64, dtype=torch.float64)
@@ -86,7 +72,7 @@ def class_weights_on_divided_sequences(cured: bool) -> Any:
             x, y = batch
             return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), classes)
 
-    return Module(_attending())
+    return Module(AttendingNet())
 
 
 @CURES.add("LP322", r"same calls of self\.log \('marked'\).*Log the same names in the same", "cp2")

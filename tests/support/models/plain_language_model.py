@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, ParallelPlan
 
-__all__ = ["NormalizedNet", "PlainModule", "PlainNet", "blocks_of_plain_nets", "token_pairs"]
+__all__ = [
+    "AttendingNet",
+    "NormalizedNet",
+    "PlainModule",
+    "PlainNet",
+    "blocks_of_plain_nets",
+    "token_pairs",
+]
 
 _blocks = 4
 """Of a `PlainNet`; see `blocks_of_plain_nets`."""
@@ -50,6 +57,27 @@ class PlainNet(nn.Module):
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
+
+
+class _Attends(nn.Module):
+    """A block that looks at all earlier tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, h: Tensor) -> Tensor:
+        heads = self.up(h).unflatten(-1, (4, 8)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return h + seen.transpose(1, 2).flatten(2)
+
+
+class AttendingNet(PlainNet):
+    """Two blocks of attention, for context parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Attends() for _ in range(2))
 
 
 class NormalizedNet(PlainNet):
