@@ -292,7 +292,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self.processes.barrier(name)
+        self._hooks.barrier(name, self.processes, self.lightning_module)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -103,6 +103,9 @@ PROOFS: dict[str, str] = {
         optimizers::a_rate_by_the_number_of_weights_of_named_parameters""",
     "a learning rate from `trainer.world_size` in `configure_optimizers`": """
         optimizers::learning_rate_by_the_number_of_processes""",
+    "a number that `setup` computes from `trainer.num_devices`": """
+        reads_in_setup::test_a_length_from_the_number_of_processes_is_told_with_its_line
+        reads_in_setup::test_replicas_are_not_told""",
     "a learning rate, or another hyperparameter, that `training_step` sets": """
         uncommon_steps::a_rate_that_the_step_sets_by_its_number
         uncommon_steps::a_rate_that_the_step_sets_by_its_loss""",

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelSummary
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from lightning_par.strategies.hooks.mixed_tensors import data_of_shards, MixedTe
 from lightning_par.strategies.hooks.shown_checkpoint import shown_checkpoint
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.world_size import noting_world_size
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.structure import structure_kept
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
@@ -71,6 +73,7 @@ class UserHooks:
         self._on_all, self._seen = set[str](), set[str]()
         self._is_users: dict[tuple[int, str], bool] = {}  # asked at each call of a hook
         self._reading = set[str]()  # hooks of which one reads what a step returned
+        self._sizes_read = list[str]()  # where `setup` reads the number of processes
         self._update, self._opened = ExitStack(), ExitStack()
         self._resume: Callable[[], None] = _nothing
 
@@ -177,6 +180,27 @@ class UserHooks:
         if self._view is not None and self._are_together():
             for name in [name for name in checkpoint if name not in _OF_LIGHTNING]:
                 checkpoint[name] = self._view.values(checkpoint[name])
+
+    def barrier(self, name: str | None, processes: MeshProcesses, module: Any) -> None:
+        """Wait for all ranks. Lightning does so before and after `setup` of the user's, and a
+        warning tells where that has read the number of processes.
+        """
+        processes.barrier(name)
+        if name == "pre_setup":
+            self._sizes_read.clear()
+            self._opened.enter_context(noting_world_size(self._sizes_read))
+        if name != "post_setup":
+            return
+        self._opened.close()
+        sizes, is_fit = processes.sizes, module.trainer.state.fn == "fit"
+        if self._sizes_read and is_fit and sizes.data != sizes.world_size:
+            rank_zero_warn(
+                f"setup reads the number of processes ({self._sizes_read[0]}). Here "
+                f"{sizes.world_size} processes train {sizes.data} replica(s), so what setup "
+                "computes from that number, such as the length of a schedule, may differ from a "
+                "run on one process. For lengths use trainer.estimated_stepping_batches in "
+                "configure_optimizers. A number that is only logged does no harm."
+            )
 
     def close(self) -> None:
         """Surround nothing any more."""
