@@ -79,7 +79,7 @@ class LookAtLosses(TorchFunctionMode):
 
     Args:
         batches: The batches.
-        sharpens: Make the losses of samples differ more, by larger logits in 32 bits or more.
+        sharpens: Make the losses of samples differ more, by larger logits in 64 bits.
 
     Attributes:
         seen: For each batch, the calls.
@@ -108,8 +108,7 @@ class LookAtLosses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._sharpens and function in _LOGITS and args and type(args[0]) is Tensor:
-            wide = torch.promote_types(args[0].dtype, torch.float32)
-            args = (args[0].to(wide) * _SHARPER, *args[1:])
+            args = (args[0].double() * _SHARPER, *args[1:])
         elif self._sharpens and function in _LOGITS and args and isinstance(args[0], ChunkedLogits):
             args = (args[0].like(args[0].local * _SHARPER, args[0].vocab_dim), *args[1:])
         if self._sharpens and function is F.embedding and any(map(_is_negative, args)):

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_par.engine.batch import batch_entry, BatchDims, take_samples, with_entries
-from lightning_par.strategies.start.loss_rule import half_of
 from lightning_par.strategies.step.batch_weights import LossRule
 
 __all__ = ["make_contrast"]
 
 
 def make_contrast(
-    batch: Any,
-    dims: BatchDims,
-    microbatches: int,
-    rules: Sequence[LossRule],
-    labels: Collection[str],
+    batch: Any, dims: BatchDims, half: int, rules: Sequence[LossRule], labels: Collection[str]
 ) -> list[tuple[Any, int]]:
     """Return some samples and two parts of them, each with its number of samples.
 
@@ -29,15 +24,14 @@ def make_contrast(
     in `labels`, else 0; weights become 0, lengths are halved. Each entry keeps another share.
 
     Args:
-        batch: At least one sample, which may be taken twice.
+        batch: At least one sample, which may be taken several times.
         dims: Which entries have a batch dim.
-        microbatches: Into how many it is cut.
+        half: Number of samples of a part.
         rules: The rules that are to be told apart.
         labels: Entries that are known to be labels.
     """
     assert dims.size is not None
-    half = half_of(dims.size, microbatches)
-    # A batch of one sample is taken twice: what is changed makes the copies differ.
+    # A batch of one sample is taken several times over: what is changed makes the copies differ.
     rows = [index % dims.size for index in range(2 * half)]
     taken = take_samples(batch, dims, rows)
     changed: dict[str, Tensor] = {}
@@ -69,7 +63,7 @@ def _weaken(entry: Tensor, value: int, rows: int, divisor: int) -> Tensor:
     """
     entry = entry.clone()
     if entry.ndim == 1 and (value or entry.dtype == torch.bool):
-        entry[: max(rows - 1, 1)] = value
+        entry[: rows - 1] = value
         return entry
     if entry.ndim == 1:
         weaker = entry[:rows] / divisor

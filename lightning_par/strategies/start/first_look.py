@@ -429,13 +429,12 @@ class FirstLook:
             run: Runs the step.
         """
 
-        def tried(*rows: list[int], **how: bool) -> _Finding | None:
+        def tried(*rows: list[int]) -> _Finding | None:
             cut = [(take_samples(batches[0], dims, each), len(each)) for each in rows]
-            return self._try(rules, cut, partial(run, **how))
+            return self._try(rules, cut, run)
 
-        if found.samples == 1 and not found.is_random:
-            two = tried([0, 0], [0], [0], sharpens=False)
-            found = found if two is None else replace(found, errors=two.errors)
+        if found.samples == 1 and not found.is_random and (two := tried([0, 0], [0], [0])):
+            found = replace(found, errors=two.errors)
         if found.samples >= 4 and not _is_told(found):
             # Of a part nothing may count, or no triplet have its third; more samples may tell.
             cut = tried(*rows_of_a_step(found.samples, microbatches))
@@ -489,7 +488,8 @@ class FirstLook:
         """
         parts: list[tuple[Any, int]] = []
         if dims.size is not None and not dims.unsure:
-            parts = make_contrast(batch, dims, microbatches, rules, found.labels)
+            half = 2 if dims.size == 1 or dims.size // microbatches >= 2 else 1
+            parts = make_contrast(batch, dims, half, rules, found.labels)
         told = self._try(rules, parts, run) if self._all_agree(bool(parts)) else None
         if told is None:
             return []

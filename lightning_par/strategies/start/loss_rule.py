@@ -37,7 +37,6 @@ __all__ = [
     "choose_parts",
     "choose_rule",
     "errors_of",
-    "half_of",
     "have_no_loss",
     "rows_of_a_step",
     "rule_error",
@@ -240,17 +239,6 @@ def choose_rule(errors: Mapping[str, float], tolerance: float) -> list[str]:
     return [name for name, error in errors.items() if error <= max(10 * best, nothing)]
 
 
-def half_of(samples: int, microbatches: int) -> int:
-    """Return the samples of each of two parts, which together are no more than those of a batch.
-
-    Args:
-        samples: Of the batch.
-        microbatches: Into how many it is cut.
-    """
-    # A step may not bear a single sample, unless micro-batches have no more.
-    return 2 if samples >= 4 and samples // microbatches >= 2 else 1
-
-
 def choose_parts(
     batch: Any, dims: BatchDims, microbatches: int, rules: Sequence[LossRule]
 ) -> list[tuple[Any, int]]:
@@ -258,7 +246,8 @@ def choose_parts(
     number of samples.
     """
     assert dims.size is not None
-    half = half_of(dims.size, microbatches)
+    # A step may not bear a single sample, unless micro-batches have no more.
+    half = 2 if dims.size >= 4 and dims.size // microbatches >= 2 else 1
     count = min(dims.size, _ROWS)
     rows = [take_samples(batch, dims, [index]) for index in range(count)]
     orders = [list(range(count))]

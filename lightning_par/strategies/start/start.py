@@ -45,7 +45,7 @@ from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
 from lightning_par.strategies.start.padding import PaddingLook
 from lightning_par.strategies.start.structure import Structure
-from lightning_par.strategies.start.trial import saves_little, try_step
+from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.uncut_numbers import check_uncut_numbers
 from lightning_par.strategies.start.world_size import compares_world_sizes
@@ -364,7 +364,6 @@ class RunStart:
             warn_of_logs(name, others)
 
     @compares_world_sizes(lambda start: (start.steps.mesh, start._is_proved))
-    @saves_little
     @few_collections()
     def _look(
         self,
@@ -375,7 +374,6 @@ class RunStart:
         *,
         size: int,
         made: bool = False,
-        sharpens: bool = True,
         group: dist.ProcessGroup | None = None,
         is_whole: bool = False,
     ) -> tuple[StepReport, bool]:
@@ -387,9 +385,10 @@ class RunStart:
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
-        # Copies, as a step may write into its batch. Every rank watches: some of that is reduced.
+        # Copies, as a step may write into its batch.
         steps, batches = self.steps, [map_tensors(batch, Tensor.clone) for batch, _ in parts]
-        watch = _LookWatch(steps, batches, sharpens=made and sharpens, group=group)
+        # Watched on every rank: some of what it gives is reduced over a group.
+        watch = _LookWatch(steps, batches, sharpens=made, group=group)
         random = steps.random
         if made:  # which says nothing of how the step draws, and may fail
             steps.random, size = steps.random_of(name), 0
@@ -413,7 +412,8 @@ class RunStart:
                     seen = steps.pipeline.look(context, batches, rest, refusal, name, watch)
                 # Inside, as `look` ends the states of the generators that are judged.
                 is_random = steps.random.judge(divides=len(batches) > 1)
-        # Also after an error that a caller takes as an answer: the next step runs as ever.
+        # Also after an error that a caller takes as an answer: the next step runs as if nothing
+        # was.
         finally:
             steps.random = random
             steps.form.reads_factors |= watch.losses.has_zero

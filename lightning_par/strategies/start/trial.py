@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_par.engine.tensor_tree import map_tensors
-from lightning_par.errors import ConfigurationError
 from lightning_par.observe.isolate import StateOfParts, untouched
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.step.counted_buffers import buffers_of, put_buffers
@@ -19,38 +17,7 @@ from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.step_report import StepReport, StepWatch
 from lightning_par.strategies.step.step_traces import LogCall, numbers_of, record_logs
 
-__all__ = ["saves_little", "try_step"]
-
-Look = Callable[..., tuple[StepReport, bool]]
-
-
-def saves_little(look: Look) -> Look:
-    """Decorate a look at a step: of samples that are `made`, which may be more than those of a
-    batch, no forward saves tensors for a backward, unless the step asks for gradients by itself.
-
-    **Communicates**: what the look does; where it fails, on every rank, it runs once more.
-    """
-
-    @wraps(look)
-    def run(*args: Any, **kwargs: Any) -> tuple[StepReport, bool]:
-        # There is a graph, as a step may ask whether there is one.
-        with saved_tensors_hooks(_drop, _miss) if kwargs.get("made") else nullcontext():
-            try:
-                return look(*args, **kwargs)
-            except ConfigurationError:  # the same on every rank
-                if not kwargs.get("made"):
-                    raise
-        return look(*args, **kwargs)
-
-    return run
-
-
-def _drop(_: Tensor) -> None:
-    return None
-
-
-def _miss(_: None) -> Tensor:
-    raise RuntimeError("this forward has saved no tensors for a backward")
+__all__ = ["try_step"]
 
 
 def try_step(

@@ -13,8 +13,7 @@ __all__ = ["RunParts", "cure_of_uncut", "run_parts"]
 RunParts = Callable[..., tuple[StepReport, bool]]
 """Runs the step without gradients on some samples (and their number) and on their parts, and tells
 whether it drew random numbers that cannot be cut; the same on every rank of the replica. With
-``made=True`` the samples are not those of the batch, see `contrast.py`; their losses are made to
-differ more, unless ``sharpens=False``.
+``made=True`` the samples are not those of the batch, see `contrast.py`.
 """
 
 
