@@ -80,8 +80,8 @@ def a_buffer_with_a_running_mean() -> Any:
 class CountingNet(PlainNet):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].counting = Counting(keeps_mean=False)
-        self.blocks[1].register_forward_pre_hook(count_hidden)
+        self.blocks[0].counting = Counting(keeps_mean=False)
+        self.blocks[0].register_forward_pre_hook(count_hidden)
 
 
 def count_hidden(block: Any, args: Any) -> None:
@@ -295,8 +295,8 @@ def a_running_mean_of_the_loss() -> Any:
 class CountingSteps(PlainNet):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].counting = Counting(keeps_mean=False)
-        self.blocks[1].register_forward_pre_hook(count_calls)
+        self.blocks[0].counting = Counting(keeps_mean=False)
+        self.blocks[0].register_forward_pre_hook(count_calls)
 
 
 def count_calls(block: Any, _: Any) -> None:

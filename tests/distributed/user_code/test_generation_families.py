@@ -138,7 +138,7 @@ def generate(rank: int, world: int, family: str, layout: str | None) -> dict[str
     )
     trainer.fit(module, DataLoader(prompts(), 4 // replicas), DataLoader(prompts(), 4 // replicas))
     after = module.write(collate(prompts()[:3]))
-    predicted = trainer.predict(module, DataLoader(prompts()[:6], 6))
+    predicted = trainer.predict(module, DataLoader(prompts()[:4], 2))
     return {
         "validation_step": module.texts,
         "on_train_epoch_end": module.in_hook,

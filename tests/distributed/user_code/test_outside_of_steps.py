@@ -239,7 +239,7 @@ def fit(layout: str | None, rank: int, world: int, asked: Asked) -> Any:
         devices=world,
         strategy=strategy_of(layout) if layout else "auto",
         max_epochs=1,
-        limit_val_batches=1,
+        limit_val_batches=2,
         precision="64-true",
         num_sanity_val_steps=0,
         enable_checkpointing=True,
