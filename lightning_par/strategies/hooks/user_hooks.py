@@ -290,10 +290,8 @@ class UserHooks:
         is_new = label not in self._seen or name in _ON_GRADIENTS or "epoch" in name
         is_first = label in self._on_all and is_new
         self._seen.add(label)
-        # Evaluation steps may have gathered parameters; or the forward, for a backward that is to
-        # see what a hook between the two writes and freezes.
-        if name.endswith("epoch_end") or name == "on_before_zero_grad":
-            self._model.sharding.release()
+        if name.endswith("epoch_end"):
+            self._model.sharding.release()  # evaluation steps may have gathered parameters
         with ExitStack() as stack:
             self._show_whole(stack, label, is_first=is_first)
             return call()

@@ -115,18 +115,6 @@ def a_weight_that_each_step_puts_into_an_attribute() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="zero1 zero3", large="tp2 zero2")
-def weights_that_a_hook_between_forward_and_backward_changes_and_freezes() -> Any:
-    class Module(PlainModule):
-        def on_before_zero_grad(self, *_: Any) -> None:
-            if self.global_step == 2:
-                self.net.emb.requires_grad_(False)
-                for parameter in self.parameters():
-                    parameter.data.mul_(0.9)
-
-    return Module(), token_pairs()
-
-
 @CASES.add(refused={"tp2": r"autograd\.grad for parameters.*manual_backward"})
 def a_gradient_of_one_weight_in_manual_optimization() -> Any:
     class Module(PlainModule):
