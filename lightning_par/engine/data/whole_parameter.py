@@ -9,10 +9,6 @@ Note [Flags of wholes]: a whole tensor is no leaf. Torch refuses to change its `
 code that freezes adapters passes tensors over that are no leaves. So a whole answers as the
 parameter does on one process, and gives the flag to the shards. That counts for what computes with
 the parameter afterwards.
-
-Note [Writes through data]: torch counts a write through ``.data`` on what `data` returned alone. So
-`data` of a whole tensor, and of a parameter that FSDP has gathered, notes what it returns, without
-its memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,87 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import shard_of, whole
 from lightning_par.engine.collectives import refuses_second_gradient
-from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = [
-    "ChangeCount",
-    "WholeParameters",
-    "as_parameter",
-    "is_whole",
-    "is_written_past_autograd",
-    "note_data",
-]
+__all__ = ["WholeParameters", "as_parameter"]
 
 _TENSOR: Any = Tensor
 
 
-class ChangeCount:
-    """Tells whether a tensor has been written to since, also through its `data`; it keeps the
-    counts, not the memory.
-
-    Args:
-        tensor: Or one that shares its count, such as a view.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._counter = tensor.detach()
-        self._counter.data = self._counter.new_empty(0)
-        self._changes = count_of_changes(self._counter)
-        self._noted = _noted_of(tensor)
-        self._past = sum(count.is_written for count in self._noted)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether torch has counted a write."""
-        is_counted = count_of_changes(self._counter) != self._changes
-        return is_counted or sum(count.is_written for count in self._noted) > self._past
-
-
-class _CountsData(Tensor):
-    """Notes what `data` returns; see Note [Writes through data]."""
-
-    noted: list[ChangeCount] | None = None
-
-    @property
-    def data(self) -> Tensor:
-        """The same entries, of which autograd counts no change."""
-        found: Tensor = _TENSOR.data.__get__(self)
-        if self.noted is not None:
-            self.noted.append(ChangeCount(found))
-        return found
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _TENSOR.data.__set__(self, value)
-
-
-class _Gathered(_CountsData, nn.Parameter):
-    """A parameter that FSDP has gathered, and that a step has read."""
-
-    __torch_function__ = nn.Parameter.__torch_function__
-
-
-def note_data(parameter: Tensor, *, notes: bool = True) -> None:
-    """Let a parameter that FSDP has gathered note what `data` returns, or be a plain one again."""
-    if type(parameter) in (nn.Parameter, _Gathered):
-        parameter.__class__ = _Gathered if notes else nn.Parameter
-        vars(parameter).pop("noted", None)
-        if notes:
-            parameter.noted = []  # type: ignore[attr-defined]
-
-
-def _noted_of(value: Tensor) -> list[ChangeCount]:
-    """Return the list itself, to which more may come."""
-    noted: list[ChangeCount] | None = getattr(value, "noted", None)
-    return [] if noted is None else noted
-
-
-def is_written_past_autograd(value: Tensor) -> bool:
-    """Return whether there was a write through `data`; see Note [Writes through data]."""
-    return any(count.is_written for count in _noted_of(value))
-
-
-class _AsParameter(_CountsData):
+class _AsParameter(Tensor):
     """A whole tensor in the place of a parameter; see Note [Flags of wholes].
 
     Attributes:
@@ -142,7 +64,6 @@ class _AsParameter(_CountsData):
         """Return the same entries without a gradient."""
         found = super().detach()
         found.__class__ = type(self)
-        found.noted = self.noted  # type: ignore[attr-defined]
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -179,13 +100,8 @@ def as_parameter(value: Tensor, *shards: Tensor) -> Tensor:
     """
     value.__class__ = _class_like(type(value))
     # No parameter for `isinstance`: a module would register it where a step keeps it.
-    value.shards, value.noted = shards, []  # type: ignore[attr-defined]
+    value.shards = shards  # type: ignore[attr-defined]
     return value
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether a value stands in the place of a sharded parameter."""
-    return isinstance(value, _AsParameter) and bool(value.shards)
 
 
 class WholeParameters:

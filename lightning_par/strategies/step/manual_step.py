@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.engine.data.whole_parameter import is_whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.pipelined_step import take_gradients
@@ -136,7 +135,7 @@ class _OwnGradients(TorchFunctionMode):
         if func is torch.autograd.grad:
             given = args[1] if len(args) > 1 else kwargs["inputs"]
             inputs = [given] if isinstance(given, Tensor) else given
-            if any(isinstance(each, nn.Parameter) or is_whole(each) for each in inputs):
+            if any(isinstance(each, nn.Parameter) for each in inputs):
                 raise ConfigurationError(
                     "LP315",
                     "training_step calls torch.autograd.grad for parameters, which gives the "

@@ -14,7 +14,6 @@ as hooks between backward and optimizer see them; a parameter read as an attribu
 Length: steps and hooks read the same parameters, and what a step writes is kept.
 """
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,13 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part, shard_of, whole
 from lightning_par.engine.data.fsdp import Sharding
-from lightning_par.engine.data.whole_parameter import (
-    as_parameter,
-    ChangeCount,
-    is_written_past_autograd,
-    note_data,
-    WholeParameters,
-)
+from lightning_par.engine.data.whole_parameter import as_parameter, WholeParameters
 from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward, wrapped_parts
 from lightning_par.errors import NonFiniteError, PlanError
@@ -50,7 +43,6 @@ from lightning_par.strategies.step.absent_parameter import (
     Refusals,
 )
 from lightning_par.strategies.step.metrics import is_plain_metric
-from lightning_par.upstream.pytree import leaves_of
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["ParameterReads", "called_by_steps"]
@@ -110,8 +102,15 @@ class _Settled:
 
     def __init__(self, handed: _Handed) -> None:
         self.handed_of = handed.parameter, handed.shard
-        # These outlive the entries.
-        self.value, self.count = weakref.ref(handed.value), ChangeCount(handed.value)
+        # It shares the count of changes, which outlives the entries, but not the memory.
+        self._counter = handed.value.detach()
+        self._counter.data = self._counter.new_empty(0)
+        self._changes = count_of_changes(self._counter)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether torch has counted a write since."""
+        return count_of_changes(self._counter) != self._changes
 
 
 class ParameterReads:
@@ -163,7 +162,6 @@ class ParameterReads:
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, _Handed] = {}
         self._settled: list[_Settled] = []
-        self._noting, self._before = list[Tensor](), list[_Settled]()
         self._steps, self._compares = 0, True
         self._view: HookView | None = None
         self.absent_modules = AbsentModules(module, self, known)
@@ -189,17 +187,11 @@ class ParameterReads:
         try:
             yield
         finally:
-            self.active = False
+            self._in_step = self.active = False
             try:
                 self.settle()
-                self._refuse_kept()
             finally:
-                self._in_step = False
-                self._before = [one for one in self._settled if one.value() is not None]
                 self._settled.clear()
-                for parameter in self._noting:
-                    note_data(parameter, notes=False)
-                self._noting.clear()
 
     @contextmanager
     def in_hook(self, view: HookView) -> Iterator[None]:
@@ -244,7 +236,7 @@ class ParameterReads:
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
-        late = next((one for one in self._settled if one.count.is_written), None)
+        late = next((one for one in self._settled if one.is_written), None)
         if late is not None:
             self._forget()
             raise PlanError("LP408", _written_late(self._name_of(*late.handed_of)))
@@ -255,17 +247,6 @@ class ParameterReads:
             self._compares = self._steps < _COMPARED
             if self._in_step:
                 self._settled += map(_Settled, handed)
-
-    def _refuse_kept(self) -> None:
-        """Refuse that attributes keep what an earlier step has read, whose entries are old now."""
-        held = {id(value): one for one in self._before if (value := one.value()) is not None}
-        if not held:
-            return
-        for part in (self._module, *self._module.children()):
-            own = {name: kept for name, kept in vars(part).items() if name != "_parameters"}
-            for name, kept in own.items():
-                for one in (held[id(v)] for v in leaves_of(kept) if id(v) in held):
-                    raise PlanError("LP408", _kept(self._name_of(*one.handed_of), name))
 
     def _forget(self) -> None:
         """Drop what was handed out: the end of the step is not to refuse another one instead."""
@@ -331,8 +312,6 @@ class ParameterReads:
             self._keep_writes([self._handed.pop(id(parameter))])
         if is_whole:
             found: Tensor = parameter
-            note_data(found)
-            self._noting.append(found)
         elif grad:
             found = self.wholes.of(parameter, self._average(parameter))
         else:
@@ -404,12 +383,10 @@ class ParameterReads:
     def _keep_writes(self, handed: Sequence[_Handed]) -> None:
         """Copy what the step wrote to whole tensors into the parameters.
 
-        Torch counts no write through ``.data`` or an array, so that values are compared: in the
-        first steps, and always if there was one or if they were read without gradients.
+        A write through ``.data`` is not counted by torch, so that values are compared: in the first
+        steps, and always if there was one or if they were read without gradients.
         """
-        past = [is_written_past_autograd(h.value) or not h.needs_grad for h in handed]
-        pairs = zip(handed, past, strict=True)
-        compared = [h.restore_memory() or self._compares or is_past for h, is_past in pairs]
+        compared = [h.restore_memory() or self._compares or not h.needs_grad for h in handed]
         uncounted = [h for h, c in zip(handed, compared, strict=True) if c and not h.is_counted]
         differ = [torch.ne(*h.parts()).any() for h in uncounted]
         flags = torch.stack(differ).tolist() if differ else []
@@ -550,14 +527,6 @@ def _written_late(fqn: str) -> str:
         f"the step writes to {fqn} through a tensor that it read before it called a part of the "
         "model or an optimizer. A rank of a mesh holds a part of the weight, to which that write "
         "no longer comes. Read the weight again, directly before the write."
-    )
-
-
-def _kept(fqn: str, attribute: str) -> str:
-    return (
-        f"the attribute {attribute} keeps {fqn}, which an earlier step has read. A rank of a mesh "
-        "holds a part of the weight, and the whole one has the values of that step. Keep the name "
-        "of the weight, and read it in each step: dict(self.named_parameters())[name]."
     )
 
 
