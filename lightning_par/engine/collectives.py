@@ -127,9 +127,11 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
         missing = step - x.shape[dim]
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     x = x.contiguous()
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
     is_plain = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
-    # As the kernel below, in a third of its time; `CommDebugMode` of torch does not know it.
-    if is_plain and not count_of_modes():
+    # As the kernel below, in a third of its time; it has no gradient, and `CommDebugMode` of torch
+    # does not know it.
+    if is_plain and not needs_grad and not count_of_modes():
         out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         out = _ops.all_gather_into_tensor_out(x, ranks, group.group_name, out=out)
     else:

@@ -96,6 +96,15 @@ def test_functional_all_gathers_of_a_cpu_run_under_a_short_name(rank, world):
     assert (ran["c10d::allgather_"], ran["c10d::_allgather_base_"]) == (4, 1)
 
 
+@ranks(2)
+def test_a_gathered_tensor_that_requires_a_gradient_gets_one(rank, world):
+    x = leaf(random(3))
+    got = all_gather(x, 0, dist.group.WORLD)
+    (got * random(6)).sum().backward()
+    # That of the operator itself: the sum over what every rank computes from this shard.
+    equal(x.grad, shard(random(6), 0, rank, world) * world)
+
+
 @ranks(3)
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 def test_reduce_scatter_is_a_shard_of_the_sum(rank, world, shape, dim):
