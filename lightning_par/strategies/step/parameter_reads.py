@@ -236,6 +236,10 @@ class ParameterReads:
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
+        # A parameter that FSDP has gathered is one tensor: what was written to it after it was read
+        # again is kept below.
+        again = {id(h.parameter) for h in self._handed.values() if h.value is h.parameter}
+        self._settled = [one for one in self._settled if id(one.handed_of[0]) not in again]
         late = next((one for one in self._settled if one.is_written), None)
         if late is not None:
             self._forget()

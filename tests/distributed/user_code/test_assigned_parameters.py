@@ -79,6 +79,19 @@ def a_probe_and_centroids_that_a_hook_makes_anew() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="zero1 zero3 tp2")
+def a_weight_that_is_read_again_and_then_written() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            norm = self.net.head.weight.detach().norm()
+            with torch.no_grad():
+                self.loss(batch)
+                self.net.head.weight.clamp_(-0.1, 0.1)
+            return super().training_step(batch, batch_idx) + 0 * norm
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
