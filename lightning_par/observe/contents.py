@@ -111,10 +111,14 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
 def _restore_tensor(value: Tensor) -> Callable[[], Any]:
     # Weights are kept or not by the caller, who knows their size; what has a graph is no state.
     has_graph = value.requires_grad and not value.is_leaf
-    if isinstance(value, nn.Parameter) or has_graph or value.is_meta or not is_written_to(value):
+    if isinstance(value, nn.Parameter) or has_graph or value.is_meta:
+        return _nothing
+    copied = copy_of(value)
+    # What stands for a parameter of another stage is its own copy, and tells no strides.
+    if copied is value or not is_written_to(value):
         return _nothing
     # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
-    return partial(value.data.copy_, copy_of(value))
+    return partial(value.data.copy_, copied)
 
 
 def _nothing() -> None:

@@ -14,6 +14,8 @@ as hooks between backward and optimizer see them; a parameter read as an attribu
 Length: steps and hooks read the same parameters, and what a step writes is kept.
 """
 
+import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +35,7 @@ from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward, wrapped_parts
 from lightning_par.errors import NonFiniteError, PlanError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.observe.contents import is_container
 from lightning_par.strategies.hooks.absent_modules import AbsentModules
 from lightning_par.strategies.step.absent_parameter import (
     About,
@@ -43,9 +46,13 @@ from lightning_par.strategies.step.absent_parameter import (
     Refusals,
 )
 from lightning_par.strategies.step.metrics import is_plain_metric
+from lightning_par.upstream.pytree import leaves_of
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["ParameterReads", "called_by_steps"]
+
+_SHORT = 128
+"""Entries up to which a container is searched for weights that it keeps."""
 
 _COMPARED = 4
 """Times that values with gradients are compared with what was handed out."""
@@ -102,6 +109,9 @@ class _Settled:
 
     def __init__(self, handed: _Handed) -> None:
         self.handed_of = handed.parameter, handed.shard
+        # A parameter that FSDP has gathered is the tensor of every step.
+        is_new = handed.value is not handed.parameter
+        self.value = weakref.ref(handed.value) if is_new else lambda: None
         # It shares the count of changes, which outlives the entries, but not the memory.
         self._counter = handed.value.detach()
         self._counter.data = self._counter.new_empty(0)
@@ -161,7 +171,7 @@ class ParameterReads:
         }
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, _Handed] = {}
-        self._settled: list[_Settled] = []
+        self._settled, self._wholes_of_last = list[_Settled](), list[_Settled]()
         self._steps, self._compares = 0, True
         self._view: HookView | None = None
         self.absent_modules = AbsentModules(module, self, known)
@@ -190,6 +200,7 @@ class ParameterReads:
             self._in_step = self.active = False
             try:
                 self.settle()
+                self._tell_kept()
             finally:
                 self._settled.clear()
 
@@ -236,8 +247,7 @@ class ParameterReads:
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
-        # A parameter that FSDP has gathered is one tensor: what was written to it after it was read
-        # again is kept below.
+        # What is written to a gathered parameter, one tensor, after a second read is kept below.
         again = {id(h.parameter) for h in self._handed.values() if h.value is h.parameter}
         self._settled = [one for one in self._settled if id(one.handed_of[0]) not in again]
         late = next((one for one in self._settled if one.is_written), None)
@@ -251,6 +261,18 @@ class ParameterReads:
             self._compares = self._steps < _COMPARED
             if self._in_step:
                 self._settled += map(_Settled, handed)
+
+    def _tell_kept(self) -> None:
+        """Warn where an attribute keeps a whole tensor that the step before this one has read."""
+        # Nearly always none: what no attribute keeps goes with the graph of its step.
+        old = {id(v): s for s in self._wholes_of_last if (v := s.value()) is not None}
+        self._wholes_of_last = [s for s in self._settled if s.value() is not None]
+        for part in self._module.modules() if old else ():
+            for attribute, held in vars(part).items():
+                is_short = is_container(held) and len(held) <= _SHORT
+                for one in (old.get(id(v)) for v in (leaves_of(held) if is_short else [held])):
+                    if one is not None:
+                        warnings.warn(_kept(self._name_of(*one.handed_of), attribute), stacklevel=2)
 
     def _forget(self) -> None:
         """Drop what was handed out: the end of the step is not to refuse another one instead."""
@@ -531,6 +553,14 @@ def _written_late(fqn: str) -> str:
         f"the step writes to {fqn} through a tensor that it read before it called a part of the "
         "model or an optimizer. A rank of a mesh holds a part of the weight, to which that write "
         "no longer comes. Read the weight again, directly before the write."
+    )
+
+
+def _kept(name: str, attribute: str) -> str:
+    return (
+        f"the attribute {attribute} keeps {name} as an earlier step has read it. Each step on this "
+        "mesh reads a new tensor, and a kept one has the values of its step. Keep the name, and "
+        f"read the weight in each step: dict(self.named_parameters())[{name!r}]."
     )
 
 

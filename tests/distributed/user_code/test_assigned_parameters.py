@@ -1,14 +1,20 @@
 """Parameters, and what is made of them, in attributes that steps and hooks assign."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch import nn, Tensor
+from torch.utils.data import DataLoader
 
+from lightning_par import Hybrid3DStrategy
 from tests.distributed.user_code.test_hooks import rate_of
 from tests.support.models.plain_language_model import PlainModule, token_pairs
-from tests.support.user_code import Cases
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import Cases, LAYOUTS
 
 CASES = Cases(__name__)
 
@@ -96,3 +102,41 @@ def a_weight_that_is_read_again_and_then_written() -> Any:
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
     CASES.check(case, layout, refusal)
+
+
+class KeepsList(PlainModule):
+    """Collects its weights in the first step, for a penalty in all steps."""
+
+    weights: list[Tensor] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.weights is None:
+            self.weights = [self.net.head.weight, self.net.norm.weight]
+        penalty = sum(weight.square().mean() for weight in self.weights)
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+
+class KeepsName(PlainModule):
+    """As the warning advises; and an attribute that each step sets anew is no matter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last = dict(self.named_parameters())["net.head.weight"]
+        return super().training_step(batch, batch_idx) + 0.1 * self.last.square().mean()
+
+
+def _told_kept(rank: int, world: int, kind: type[PlainModule], layout: str) -> list[str]:
+    seed_everything(0, verbose=False)
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=False)
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(kind().double(), DataLoader(token_pairs(), 8))
+    return [str(each.message) for each in caught if "as an earlier step" in str(each.message)]
+
+
+def test_a_weight_that_an_attribute_keeps_for_later_steps_is_named() -> None:
+    for told in run_ranks(_told_kept, 2, KeepsList, "tp2", timeout=180):
+        assert told[0].startswith("the attribute weights keeps net.head.weight as an earlier step")
+    # Of ZeRO the gathered weight is the same in every step.
+    for kind, layout in ((KeepsList, "zero3"), (KeepsName, "tp2")):
+        assert run_ranks(_told_kept, 2, kind, layout, timeout=180) == [[], []]
