@@ -53,7 +53,7 @@ _TELLS = frozenset(
         *(getattr(Tensor, name) for name in ("dim", "element_size", "numel", "size", "is_complex")),
         Tensor.is_floating_point,
         Tensor.__hash__,
-        *(Tensor.data_ptr, Tensor.is_inference, Tensor.stride, asks_for_changes),
+        *(Tensor.data_ptr, Tensor.is_inference, asks_for_changes),
         torch.is_floating_point,
         torch.numel,
     }
