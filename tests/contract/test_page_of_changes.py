@@ -43,11 +43,6 @@ PROOFS: dict[str, str] = {
         "results_of_replicas::test_hooks_get_the_loss_of_the_global_batch "
         "results_of_replicas::test_what_is_of_one_replica_is_named"
     ),
-    "an attribute that a block changes when it runs, such as a count of its batches, and that a "
-    "hook reads": """
-        cures_of_runs::counts_of_blocks_that_a_callback_reads
-        cures_of_runs::values_of_blocks_that_a_hook_reads_late
-        cures_of_runs::attributes_of_blocks_that_hooks_read_while_they_are_right""",
     # Parameters, gradients, optimizers
     "reads weights in the step: L2 terms, norms, penalties": """
         parameters::sum_of_squares parameters::norm_of_all_weights_in_one
