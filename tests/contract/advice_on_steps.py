@@ -320,9 +320,6 @@ STEPS: dict[str, dict[str, str]] = {
             "cures_of_runs::averages_that_blocks_keep_for_validation"
         ),
         "captured": "cures::outputs_that_hooks_collect",
-        "keep it in a buffer of the block": """
-            cures_of_runs::counts_of_blocks_that_a_callback_reads
-            cures_of_runs::values_of_blocks_that_a_hook_reads_late""",
     },
     "LP410": {
         "grad_norm(self, norm_type)": "gradients::norm_logged_by_lightning",

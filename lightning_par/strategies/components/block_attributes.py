@@ -6,7 +6,6 @@ would compute something else, without a word.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,17 +21,12 @@ __all__ = ["BlockAttributes"]
 
 
 class BlockAttributes(StepAttributes):
-    """Refuses steps that read what has changed in a block of another stage, and finds what steps
-    change there, for hooks.
+    """Refuses steps that read what has changed in a block of another stage.
 
     Args:
         module: The user's LightningModule, which holds the stages of this rank.
         stages: Those of this rank.
         group: The ranks of the pipeline.
-
-    Attributes:
-        changing: FQN and name of each attribute that a step changes and that some stages lack, the
-            same on every stage.
     """
 
     def __init__(
@@ -40,8 +34,6 @@ class BlockAttributes(StepAttributes):
     ) -> None:
         super().__init__(module)
         self._group, self._parts = group, {}
-        self._step: BlockAttributes | None = None
-        self.changing = set[tuple[str, str]]()
         self._stubs = dict[int, StageStub]()
         for stage in stages:
             with stage.hold(MicroBatchState()):
@@ -51,11 +43,6 @@ class BlockAttributes(StepAttributes):
                     elif name:
                         self._parts[name] = part
         self.begin()
-
-    def begin_step(self) -> None:
-        """Note what is there before a step that `check` follows."""
-        self._step = copy(self)
-        self._step.begin()
 
     def check(self, number: Sequence[int] = ()) -> None:
         """Refuse what the steps so far have read.
@@ -73,19 +60,15 @@ class BlockAttributes(StepAttributes):
         here = dict[tuple[str, str], Any]()
         for stub in self._stubs.values():
             here |= values_read(stub)
-        every = self.of_stages(({*here}, self._changed_by_step()))
-        read, changing = (set().union(*found) for found in zip(*every, strict=True))
-        if changing:
-            lacking = {name for name in changing if name[0] not in self._parts}
-            self.changing |= set().union(*self.of_stages(lacking))
+        read = set().union(*self._of_stages({*here}))
         if not read:
             return
         now = dict(self._held())
         changed = {name: _plain(now.get(name)) for name in {*self.changes()} & read}
-        theirs = {n: v for found in self.of_stages(changed) for n, v in found.items()}
+        theirs = {n: v for found in self._of_stages(changed) for n, v in found.items()}
         # A hook may have changed both alike, as it runs on every rank.
         old = {n for n in here.keys() & theirs if _plain(here[n]) != theirs[n] or theirs[n] is None}
-        for fqn, name in sorted(set().union(*self.of_stages(old))):
+        for fqn, name in sorted(set().union(*self._of_stages(old))):
             raise PlanError(
                 "LP409",
                 f"the code reads the attribute {name} of {fqn}, which has changed since the start "
@@ -95,24 +78,7 @@ class BlockAttributes(StepAttributes):
                 "attribute of the LightningModule. Or use pipeline_parallel_size=1.",
             )
 
-    def _changed_by_step(self) -> set[tuple[str, str]]:
-        """Return what has another value than before the step; what cannot be compared has one."""
-        step, self._step = self._step, None
-        if step is None:
-            return set()
-        now, before = dict(self._held()), {n: held.value for n, held in step._before.items()}
-        # A value may have been set to what it was; the same object has changed inside.
-        return {
-            name
-            for name in step.changes()
-            if now[name] is before.get(name)
-            or (told := _plain(now[name])) is None
-            or name not in before
-            or told != _plain(before[name])
-        }
-
-    def of_stages(self, own: Any) -> list[Any]:
-        """Return what each stage gives."""
+    def _of_stages(self, own: Any) -> list[Any]:
         every: list[Any] = [own] * self._group.size()
         dist.all_gather_object(every, own, group=self._group)
         return every

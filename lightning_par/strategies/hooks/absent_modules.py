@@ -1,27 +1,17 @@
 """The modules of other pipeline stages, as hooks see them."""
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from lightning_par.engine.pipeline.refusals import called_by_a_hook
 from lightning_par.engine.pipeline.stage import StageStub, stands_for
-from lightning_par.errors import PlanError
 from lightning_par.strategies.hooks.whole_tensors import Reads, WholeTensors
-from lightning_par.strategies.step.absent_parameter import About, user_line
-from lightning_par.upstream.functions import replaced
+from lightning_par.strategies.step.absent_parameter import About
 
 __all__ = ["AbsentModules"]
-
-_TEXT = (
-    "a hook{line} reads the attribute {name} of {fqn}, which this module changes when it runs, but "
-    "it runs on one pipeline stage only, and once for each micro-batch: other stages have an old "
-    "value. Let the module keep the value in a buffer, which every stage can read: call "
-    "self.register_buffer({name!r}, torch.zeros(())) in its __init__, and write into it in forward "
-    "(self.{name}.copy_(value) or self.{name} += 1). Or use pipeline_parallel_size=1."
-)
 
 
 class AbsentModules:
@@ -37,8 +27,6 @@ class AbsentModules:
         known: What is known of these, by their names.
 
     Attributes:
-        changing: FQN and name of each attribute that steps change on the stage that holds it, which
-            no other one knows: hooks that read it are refused.
         names: `id` of such a module -> the module, as no other one may get this `id`, and its FQN.
     """
 
@@ -46,7 +34,6 @@ class AbsentModules:
         self._module, self._reads, self._known = module, reads, known
         self._made: list[tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]] | None = None
         self._are_shown = False
-        self.changing: Set[tuple[str, str]] = frozenset()
         self.names: dict[int, tuple[nn.Module, str]] = {}
 
     @contextmanager
@@ -55,33 +42,9 @@ class AbsentModules:
         before = self._are_shown
         self._show(shown=shown)
         try:
-            with self._reads_refused() if shown and self.changing else nullcontext():
-                yield
+            yield
         finally:
             self._show(shown=before)
-
-    @contextmanager
-    def _reads_refused(self) -> Iterator[None]:
-        """Inside, code that reads what steps change is refused, on every rank alike."""
-        modules = {fqn: self._module.get_submodule(fqn) for fqn, _ in self.changing}
-        told = {(id(modules[fqn]), name): fqn for fqn, name in self.changing}
-        with ExitStack() as stack:
-            # In the class, which stays the one that code asks for with `type(module)`.
-            for kind in {type(module) for module in modules.values()}:
-                get = self._refusing(kind.__getattribute__, told)
-                stack.enter_context(replaced(kind, "__getattribute__", get))
-            yield
-
-    def _refusing(
-        self, inner: Callable[[Any, str], Any], told: Mapping[tuple[int, str], str]
-    ) -> Callable[[Any, str], Any]:
-        def get(part: Any, name: str) -> Any:
-            fqn = told.get((id(part), name))
-            if fqn is not None and self._are_shown:
-                raise PlanError("LP409", _TEXT.format(name=name, fqn=fqn, line=user_line()))
-            return inner(part, name)
-
-        return get
 
     def _show(self, *, shown: bool) -> None:
         if self._are_shown == shown:

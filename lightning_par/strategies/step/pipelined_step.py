@@ -101,7 +101,6 @@ class PipelinedSteps:
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
         model_calls: Passes calls of the model that are no step through the stages.
         most: The most micro-batches that every replica can cut its batch into.
-        of_blocks: Knows what steps change in blocks of other stages.
         form: Is given the loss of the first micro-batch, and what others weigh where their losses
             have to confirm it; None: nobody asks.
     """
@@ -138,7 +137,7 @@ class PipelinedSteps:
         self._results, self._attributes_sent, sent = own
         self.model_calls = ModelCalls(executor, rank_of_stage, sent)
         self._attributes = StepAttributes(module)
-        self.of_blocks = BlockAttributes(module, executor.stages, self._group)
+        self._of_blocks = BlockAttributes(module, executor.stages, self._group)
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
         self._writes = StepWrites(module, executor.stages, self._source, self._group)
@@ -194,7 +193,7 @@ class PipelinedSteps:
 
         trained = self._trained.count(self.module.trainer.current_epoch)
         signatures = [(signature(part, "training"), trained) for part in parts]
-        self._begin_step(trains=True, is_new=tuple(signatures) not in self._checked)
+        self._begin_step(trains=True)
         parameters = list(self.module.parameters())  # the step may freeze and unfreeze some
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
@@ -239,11 +238,12 @@ class PipelinedSteps:
         parts, sizes = self.cut(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
-        weights = BatchWeights.of_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
+        of_samples = BatchWeights.of_samples
+        weights = of_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
-        self._begin_step(is_new=not any(args[1:2]))
+        self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
-        self.of_blocks.check(args[1:2])
+        self._of_blocks.check(args[1:2])
         found = None
         left = (self._attributes.changes(), self._writes.take()) if run.results else None
         left, written = self._attributes_sent.broadcast(left)
@@ -377,7 +377,8 @@ class PipelinedSteps:
     ) -> Callable[[int], Any]:
         step, value_of = getattr(self.module, name), self._metrics.value
         trains = name == "training_step"
-        keeps, restarts = trains and self._buffers.is_active, trains and self._values.is_active
+        keeps = trains and self._buffers.is_active
+        restarts = trains and self._values.is_active
 
         def run(index: int) -> Any:
             # A look runs its parts once more, and then all of them, which have been followed.
@@ -463,9 +464,7 @@ class PipelinedSteps:
             self._weigher.judged |= unknown
             warn_of_results(unknown)
 
-    def _begin_step(self, *, trains: bool = False, is_new: bool = False) -> None:
-        if is_new:
-            self.of_blocks.begin_step()
+    def _begin_step(self, *, trains: bool = False) -> None:
         self._values.begin(trains=trains)
         self._attributes.begin()
         self._writes.begin()
@@ -502,10 +501,11 @@ class PipelinedSteps:
         if shapes in self._checked or not bool((weights > 0).any()):
             return
         self._checked.add(shapes)
-        self.of_blocks.check()
+        self._of_blocks.check()
         if bool(loss.isnan()):
             problems = {text for stage in self.executor.stages for text in stage.problems}
-            every = self.of_blocks.of_stages(problems)
+            every: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(every, problems, self._group)
             raise_problems(PlanError, "LP407", sorted(set().union(*every)))
             raise NonFiniteError(
                 "LP314",

@@ -219,7 +219,6 @@ class StepRunner:
                 schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
-            reads.absent_modules.changing = self.pipeline.of_blocks.changing
         self._equal: EqualCopies | None = None
         if options.verify is not False and world.has_values and sizes.world_size > 1:
             self._equal = EqualCopies(module, mesh, device)

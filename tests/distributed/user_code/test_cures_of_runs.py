@@ -2,17 +2,14 @@
 
 import copy
 import io
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn, Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 
-from lightning_par import ParallelPlan
 from tests.support.cures import Cures
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 
@@ -375,83 +372,6 @@ def averages_that_blocks_keep_for_validation(cured: bool) -> nn.Module:
             return DataLoader(token_pairs()[:8], 4)
 
     return Module()
-
-
-class Keeps(nn.Module):
-    """A block that counts its batches, or keeps what it has seen last."""
-
-    def __init__(self, inner: nn.Module, keeps: str, in_buffers: bool) -> None:
-        super().__init__()
-        self.inner, self.scale, self.keeps, self.in_buffers = inner, 0.1, keeps, in_buffers
-        if in_buffers:
-            self.register_buffer("seen", torch.zeros(()))
-            self.register_buffer("last", torch.zeros(()))
-        else:
-            self.seen, self.last = 0, torch.zeros(())
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training and self.keeps == "seen":
-            self.seen += 1
-        elif self.training and self.in_buffers:
-            self.last.copy_(x.detach().std())
-        elif self.training:
-            self.last = x.detach().std()
-        return self.inner(x)
-
-    def rate(self, name: str) -> float:
-        return self.scale * float(getattr(self, name))
-
-
-class Rated(PlainModule):
-    """Computes learning rates from attributes of its blocks."""
-
-    def __init__(self, keeps: str, in_buffers: bool) -> None:
-        super().__init__()
-        self.net.blocks = nn.ModuleList(Keeps(b, keeps, in_buffers) for b in self.net.blocks)
-
-    def parallel_plan(self) -> ParallelPlan:
-        return replace(super().parallel_plan(), tensor={})
-
-    def set_rate(self, name: str) -> None:
-        rates = [block.rate(name) for block in self.net.blocks]
-        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 + sum(rates)
-
-
-@CURES.add("LP409", r"attribute seen of net\.blocks\.0.*register_buffer\('seen'")
-def counts_of_blocks_that_a_callback_reads(cured: bool) -> nn.Module:
-    class Rates(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            module.set_rate("seen")
-
-    class Module(Rated):
-        def configure_callbacks(self) -> Any:
-            return [Rates()]
-
-    return Module("seen", cured)
-
-
-@CURES.add(
-    "LP409", r"attribute last of net\.blocks\.0.*register_buffer\('last'", "pp2_one_microbatch"
-)
-def values_of_blocks_that_a_hook_reads_late(cured: bool) -> nn.Module:
-    class Module(Rated):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx >= 2:
-                self.set_rate("last")
-
-    return Module("last", cured)
-
-
-@CURES.cases.add(equal="pp2")
-def attributes_of_blocks_that_hooks_read_while_they_are_right() -> Any:
-    class Module(Rated):
-        def on_train_start(self) -> None:
-            self.set_rate("seen")
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.set_rate("scale")
-
-    return Module("seen", in_buffers=False), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
