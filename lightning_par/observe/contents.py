@@ -111,14 +111,10 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
 def _restore_tensor(value: Tensor) -> Callable[[], Any]:
     # Weights are kept or not by the caller, who knows their size; what has a graph is no state.
     has_graph = value.requires_grad and not value.is_leaf
-    if isinstance(value, nn.Parameter) or has_graph or value.is_meta:
-        return _nothing
-    copied = copy_of(value)
-    # What stands for a parameter of another stage is its own copy, and tells no strides.
-    if copied is value or not is_written_to(value):
+    if isinstance(value, nn.Parameter) or has_graph or value.is_meta or not is_written_to(value):
         return _nothing
     # `.data`, so that neither autograd nor the version counter of a saved tensor notices.
-    return partial(value.data.copy_, copied)
+    return partial(value.data.copy_, copy_of(value))
 
 
 def _nothing() -> None:
@@ -127,10 +123,12 @@ def _nothing() -> None:
 
 def is_written_to(value: Tensor) -> bool:
     """Whether anyone can write to a tensor: torch lets nobody write to one that was expanded."""
-    if value.layout != torch.strided:
-        return True
-    # A stride of 0 means many entries in one place (`expand`).
-    return all(step or size < 2 for step, size in zip(value.stride(), value.shape, strict=True))
+    # What stands for a parameter of another stage would take it for a use of its values.
+    with torch.DisableTorchFunctionSubclass():
+        if value.layout != torch.strided:
+            return True
+        # A stride of 0 means many entries in one place (`expand`).
+        return all(step or size < 2 for step, size in zip(value.stride(), value.shape, strict=True))
 
 
 def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:

@@ -292,7 +292,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._hooks.barrier(name, self.processes, self.lightning_module)
+        self._hooks.barrier(name, self.processes)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

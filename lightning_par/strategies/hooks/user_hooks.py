@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_par.engine.wrapping import copy_refused
+from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.hooks.joined_results import (
     JoinedResults,
     OF_RESULTS,
@@ -91,6 +92,8 @@ class UserHooks:
             return
         # Of the method of the Trainer before.
         self.close()
+        if trainer.state.fn == "fit":
+            self._warn_of_setup(model.mesh.sizes)
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         model.gradients.around_hook = self.around
         self._view = WholeView(model.module, self._reads.known, model.mesh, processes.device)
@@ -181,26 +184,27 @@ class UserHooks:
             for name in [name for name in checkpoint if name not in _OF_LIGHTNING]:
                 checkpoint[name] = self._view.values(checkpoint[name])
 
-    def barrier(self, name: str | None, processes: MeshProcesses, module: Any) -> None:
-        """Wait for all ranks. Lightning does so before and after `setup` of the user's, and a
-        warning tells where that has read the number of processes.
+    def barrier(self, name: str | None, processes: MeshProcesses) -> None:
+        """Wait for all ranks. Lightning does so before and after `setup` of the user's, in which
+        reads of the number of processes are noted.
         """
         processes.barrier(name)
         if name == "pre_setup":
             self._sizes_read.clear()
             self._opened.enter_context(noting_world_size(self._sizes_read))
-        if name != "post_setup":
+        elif name == "post_setup":
+            self._opened.close()
+
+    def _warn_of_setup(self, sizes: ParallelSizes) -> None:
+        if not self._sizes_read or sizes.data == sizes.world_size:
             return
-        self._opened.close()
-        sizes, is_fit = processes.sizes, module.trainer.state.fn == "fit"
-        if self._sizes_read and is_fit and sizes.data != sizes.world_size:
-            rank_zero_warn(
-                f"setup reads the number of processes ({self._sizes_read[0]}). Here "
-                f"{sizes.world_size} processes train {sizes.data} replica(s), so what setup "
-                "computes from that number, such as the length of a schedule, may differ from a "
-                "run on one process. For lengths use trainer.estimated_stepping_batches in "
-                "configure_optimizers. A number that is only logged does no harm."
-            )
+        rank_zero_warn(
+            f"setup reads the number of processes ({self._sizes_read[0]}). Here "
+            f"{sizes.world_size} processes train {sizes.data} replica(s), so what setup computes "
+            "from that number, such as the length of a schedule, may differ from a run on one "
+            "process. For lengths use trainer.estimated_stepping_batches in configure_optimizers. "
+            "A number that is only logged does no harm."
+        )
 
     def close(self) -> None:
         """Surround nothing any more."""

@@ -53,7 +53,6 @@ __all__ = ["ParameterReads", "called_by_steps"]
 
 _SHORT = 128
 """Entries up to which a container is searched for weights that it keeps."""
-
 _COMPARED = 4
 """Times that values with gradients are compared with what was handed out."""
 
@@ -115,12 +114,12 @@ class _Settled:
         # It shares the count of changes, which outlives the entries, but not the memory.
         self._counter = handed.value.detach()
         self._counter.data = self._counter.new_empty(0)
-        self._changes = count_of_changes(self._counter)
+        self.changes = count_of_changes(self._counter)
 
     @property
     def is_written(self) -> bool:
         """Whether torch has counted a write since."""
-        return count_of_changes(self._counter) != self._changes
+        return count_of_changes(self._counter) != self.changes
 
 
 class ParameterReads:
@@ -197,11 +196,13 @@ class ParameterReads:
         try:
             yield
         finally:
-            self._in_step = self.active = False
+            self.active = False
             try:
                 self.settle()
-                self._tell_kept()
+                if torch.is_grad_enabled():  # an evaluation comes between two steps
+                    self._tell_kept()
             finally:
+                self._in_step = False
                 self._settled.clear()
 
     @contextmanager
@@ -248,8 +249,8 @@ class ParameterReads:
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
         # What is written to a gathered parameter, one tensor, after a second read is kept below.
-        again = {id(h.parameter) for h in self._handed.values() if h.value is h.parameter}
-        self._settled = [one for one in self._settled if id(one.handed_of[0]) not in again]
+        again = {(id(h.value), h.changes) for h in self._handed.values() if h.value is h.parameter}
+        self._settled = [s for s in self._settled if (id(s.handed_of[0]), s.changes) not in again]
         late = next((one for one in self._settled if one.is_written), None)
         if late is not None:
             self._forget()
@@ -269,10 +270,9 @@ class ParameterReads:
         self._wholes_of_last = [s for s in self._settled if s.value() is not None]
         for part in self._module.modules() if old else ():
             for attribute, held in vars(part).items():
-                is_short = is_container(held) and len(held) <= _SHORT
-                for one in (old.get(id(v)) for v in (leaves_of(held) if is_short else [held])):
-                    if one is not None:
-                        warnings.warn(_kept(self._name_of(*one.handed_of), attribute), stacklevel=2)
+                kept = leaves_of(held) if is_container(held) and len(held) <= _SHORT else [held]
+                for one in filter(None, (old.get(id(v)) for v in kept)):
+                    warnings.warn(_kept(self._name_of(*one.handed_of), attribute), stacklevel=2)
 
     def _forget(self) -> None:
         """Drop what was handed out: the end of the step is not to refuse another one instead."""

@@ -1,6 +1,7 @@
 """Parameters, and what is made of them, in attributes that steps and hooks assign."""
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -98,6 +99,19 @@ def a_weight_that_is_read_again_and_then_written() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(refused={"zero1": r"Read the weight again, directly before the write"})
+def a_weight_that_is_written_and_then_read_again() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            bias = self.net.head.bias
+            with torch.no_grad():
+                self.loss(batch)
+                bias.mul_(0.5)
+            return super().training_step(batch, batch_idx) + self.net.head.bias.square().mean()
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
@@ -116,12 +130,27 @@ class KeepsList(PlainModule):
         return super().training_step(batch, batch_idx) + 0.1 * penalty
 
 
+class KeepsLate(PlainModule):
+    """Collects one after the model has run."""
+
+    weights: list[Tensor] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.weights is None:
+            self.weights = [self.net.head.weight]
+        return loss + 0.1 * self.weights[0].square().mean()
+
+
 class KeepsName(PlainModule):
     """As the warning advises; and an attribute that each step sets anew is no matter."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.last = dict(self.named_parameters())["net.head.weight"]
         return super().training_step(batch, batch_idx) + 0.1 * self.last.square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
 
 
 def _told_kept(rank: int, world: int, kind: type[PlainModule], layout: str) -> list[str]:
@@ -130,12 +159,14 @@ def _told_kept(rank: int, world: int, kind: type[PlainModule], layout: str) -> l
     trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(kind().double(), DataLoader(token_pairs(), 8))
+        loaders = [DataLoader(token_pairs(), 8)] * 2
+        trainer.fit(kind().double(), *loaders)
     return [str(each.message) for each in caught if "as an earlier step" in str(each.message)]
 
 
 def test_a_weight_that_an_attribute_keeps_for_later_steps_is_named() -> None:
-    for told in run_ranks(_told_kept, 2, KeepsList, "tp2", timeout=180):
+    found = [run_ranks(_told_kept, 2, kind, "tp2", timeout=180) for kind in (KeepsList, KeepsLate)]
+    for told in chain.from_iterable(found):
         assert told[0].startswith("the attribute weights keeps net.head.weight as an earlier step")
     # Of ZeRO the gathered weight is the same in every step.
     for kind, layout in ((KeepsList, "zero3"), (KeepsName, "tp2")):
