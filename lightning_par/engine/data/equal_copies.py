@@ -7,8 +7,10 @@ each rank goes on with its own weights. So every few steps each rank takes a che
 few tensors, and the ranks compare them. On a GPU the checksums travel while the step computes.
 
 Note [One at a time on gloo]: with torch 2.13, an all-gather in flight on a gloo group beside an
-all-gather of the step on the same group corrupts the memory of the process, or hangs, about once in
-some ten thousand times. So ranks on CPUs wait for the checksums.
+all-gather of the step on the same group corrupted the memory of the process about once in some ten
+thousand times; Note [Name of a finished all-gather] of engine/collectives.py has the cause and the
+cure. It also hung once, which that does not explain. So ranks on CPUs still wait for the
+checksums.
 """
 
 import socket
