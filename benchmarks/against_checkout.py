@@ -4,7 +4,9 @@
 
 Both train the reference GPT at the same time, each in processes of its own, and take turns, block
 of steps by block of steps: whatever else the machine does meets both. ``--muon`` trains all
-matrices, with Muon. The names that are used here have to exist in both checkouts.
+matrices, with Muon. ``--verify SETTING`` is for this checkout alone, the other one proves nothing:
+``--verify "every 100000" .`` tells what the proof costs steps that it does not compute again. The
+names that are used here have to exist in both checkouts.
 """
 
 import argparse
@@ -33,18 +35,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 WARMUP = 3  # blocks
 
 
-def train(layout: str, steps: int, blocks: int, *, muon: bool) -> None:
-    """Train in one checkout; rank 0 waits for a line before each block, and then says its time."""
-    warnings.filterwarnings("ignore")
-    import lightning.pytorch as pl
-    import torch
-    from torch.utils.data import DataLoader
-
-    from lightning_par import Hybrid3DStrategy
-    from lightning_par.models import GPTModule
+def _make_turns(steps: int) -> Any:
+    """Return a callback that waits for a line before each block of steps, and says its time."""
+    import lightning.pytorch as pl  # in the process that trains alone
 
     class Turns(pl.Callback):
         began = 0.0
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
+            """Return what takes no turns: the proof trains with copies of all callbacks."""
+            return pl.Callback()
 
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, index: int
@@ -55,10 +55,24 @@ def train(layout: str, steps: int, blocks: int, *, muon: bool) -> None:
                 sys.stdin.readline()
                 self.began = time.perf_counter()
 
+    return Turns()
+
+
+def train(given: argparse.Namespace) -> None:
+    """Train in one checkout; rank 0 waits for a line before each block, and then says its time."""
+    warnings.filterwarnings("ignore")
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader
+
+    from lightning_par import Hybrid3DStrategy
+    from lightning_par.models import GPTModule
+
     class Matrices(GPTModule):
         def configure_optimizers(self) -> Any:
             return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2], lr=1e-3)
 
+    layout, steps, blocks = given.layout[0], given.steps, given.blocks
     torch.manual_seed(0)
     replicas = 2 if layout.startswith("dp") else 1
     rows = torch.randint(2048, (4 * replicas * (steps * blocks + 1), 129))
@@ -66,8 +80,8 @@ def train(layout: str, steps: int, blocks: int, *, muon: bool) -> None:
     devices, options = LAYOUTS[layout]
     strategy = Hybrid3DStrategy(**options)
     chosen = getattr(strategy, "options", None)  # earlier commits have none
-    if hasattr(chosen, "verify"):  # the proof would call `Turns` once more
-        strategy.options = dataclasses.replace(chosen, verify=False)
+    if hasattr(chosen, "verify"):
+        strategy.options = dataclasses.replace(chosen, verify=given.verify or False)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -77,10 +91,10 @@ def train(layout: str, steps: int, blocks: int, *, muon: bool) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Turns()],
+        callbacks=[_make_turns(steps)],
     )
     sizes = {"vocab_size": 2048, "model_dim": 256, "num_heads": 8, "num_kv_heads": 4}
-    module = (Matrices if muon else GPTModule)(overrides=sizes)
+    module = (Matrices if given.muon else GPTModule)(overrides=sizes)
     trainer.fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
 
 
@@ -94,12 +108,10 @@ class Contender:
     peak = 0.0
     """MiB that rank 0 has had resident at most."""
 
-    def __init__(self, checkout: Path, blocks: int, given: argparse.Namespace, layout: str) -> None:
+    def __init__(self, checkout: Path, given: list[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--layout", layout, "--steps", str(given.steps)]
-        command += ["--muon"] if given.muon else []
         self._process = subprocess.Popen(
-            [*command, "--blocks", str(blocks)],
+            [sys.executable, __file__, *given],
             cwd=checkout,
             env=environment,
             stdin=subprocess.PIPE,
@@ -127,8 +139,11 @@ class Contender:
 
 def compare(layout: str, given: argparse.Namespace) -> None:
     """Print the ratio of the step times, this checkout over the other."""
-    blocks, other = WARMUP + given.pairs, given.other.resolve()
-    ours, theirs = (Contender(path, blocks, given, layout) for path in (ROOT, other))
+    blocks = WARMUP + given.pairs
+    same = ["--layout", layout, "--steps", str(given.steps), "--blocks", str(blocks)]
+    same += ["--muon"] if given.muon else []
+    verify = ["--verify", given.verify] if given.verify else []
+    ours, theirs = Contender(ROOT, [*same, *verify]), Contender(given.other.resolve(), same)
     times: list[tuple[float, float]] = []
     for block in range(blocks):
         if block % 2:  # who comes second may find the caches of the first
@@ -156,10 +171,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of a block")
     parser.add_argument("--pairs", type=int, default=15, help="of blocks")
     parser.add_argument("--muon", action="store_true", help="train the matrices with Muon")
+    parser.add_argument("--verify", help="what this checkout proves, such as 'every 100000'")
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.blocks is not None:
-        train(arguments.layout[0], arguments.steps, arguments.blocks, muon=arguments.muon)
+        train(arguments)
         return
     if arguments.other is None:
         print("nothing to compare with: name the folder of another checkout")  # for `make bench`

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -59,8 +59,7 @@ _SMALL = 2**20
 """Bytes of an array whose contents are compared; a larger one is data."""
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """A value before a step, and what tells whether it has changed in place."""
 
     value: Any
@@ -193,7 +192,7 @@ class StepAttributes:
         if is_source:
             self._before = {}
             return
-        held = dict(self._held())
+        held = dict(self._held()) if changes else {}
         for (place, attribute), change in changes.items():
             name = place, attribute
             if place not in self._parts:  # in a block of another stage

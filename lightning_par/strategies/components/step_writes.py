@@ -50,13 +50,31 @@ class _Modes(NamedTuple):
     flags: dict[str, bool]
 
 
+class _FirstNames(dict[str, str]):
+    """The first FQNs of parameters, which may be tied, by their names in one module.
+
+    Args:
+        prefix: FQN of the module.
+        known: What is known of the parameters of all stages.
+    """
+
+    def __init__(self, prefix: str, known: Mapping[str, Any]) -> None:
+        self._prefix, self._of_all = prefix, known
+
+    def __missing__(self, name: str) -> str:
+        fqn = f"{self._prefix}.{name}".removeprefix(".")
+        self[name] = self._of_all[fqn].name if fqn in self._of_all else fqn
+        return self[name]
+
+
 class _ModesOfStages:
     """Keeps the modes of modules alike on all stages; see Note [Modes of a step]."""
 
     def __init__(self, module: nn.Module, stages: Sequence[Stage]) -> None:
         self._module, self._stages = module, stages
         self._views: list[dict[str, nn.Module]] = []  # of each stage, by FQN
-        self._holders: list[list[tuple[str, nn.Module]]] = []  # of parameters, of each stage
+        # Modules that hold parameters, of each stage, and the first names of what they hold.
+        self._holders: list[list[tuple[nn.Module, _FirstNames]]] = []
         self._before: list[tuple[nn.Module, bool]] = []
         self._known: dict[str, Any] = {}  # of parameters of all stages, by their first names
         self._flags: dict[str, bool] = {}
@@ -67,9 +85,10 @@ class _ModesOfStages:
             for stage in self._stages:
                 with stage.hold(MicroBatchState()):
                     self._views.append(dict(self._module.named_modules()))
+            known = self._stages[0].known
             held = ([(n, m) for n, m in view.items() if m._parameters] for view in self._views)
-            self._holders = list(held)
-            every = self._stages[0].known.values()
+            self._holders = [[(m, _FirstNames(n, known)) for n, m in each] for each in held]
+            every = known.values()
             self._known = {about.name: about for about in every if not about.is_buffer}
         self._before = [(part, part.training) for view in self._views for part in view.values()]
         own = {name: p.requires_grad for name, p in self._parameters()}
@@ -130,13 +149,11 @@ class _ModesOfStages:
 
     def _parameters(self, stages: slice = slice(None)) -> Iterator[tuple[str, nn.Parameter]]:
         """Give the parameters that modules of some stages of this rank hold now, by first names."""
-        known = self._stages[0].known
-        for prefix, part in chain(*self._holders[stages]):
+        for part, first_names in chain(*self._holders[stages]):
             # As in a step a module may list those of other stages.
             for name, parameter in dict.items(part._parameters):
                 if parameter is not None:
-                    fqn = f"{prefix}.{name}".removeprefix(".")
-                    yield known[fqn].name if fqn in known else fqn, parameter
+                    yield first_names[name], parameter
 
 
 class StepWrites:

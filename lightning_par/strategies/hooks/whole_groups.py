@@ -108,7 +108,8 @@ class WholeGroups:
 
     def states(self) -> list[Tensor]:
         """Return the tensors that the optimizers keep of the parameters that this rank holds."""
-        kept = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        plain = self._plain or [optimizer.state for optimizer in self._optimizers]
+        kept = (state for states in plain for state in states.values())
         return [
             value for state in kept for value in tree_leaves(state) if isinstance(value, Tensor)
         ]

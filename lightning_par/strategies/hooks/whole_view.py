@@ -129,7 +129,7 @@ class WholeView(TorchFunctionMode):
         self._averages = mesh.token_group.size() > 1  # plain gradients, after the backward
         self._owners = {} if self.group is None else self._find_owners(self.group)
         self._handles: dict[str, AbsentParameter] = {}
-        self._held: dict[int, tuple[str, int]] = {}
+        self._held: dict[int, tuple[str, int]] | None = {}
         self._grads: dict[str, Tensor | None] | None = None
         self._hook, self._is_first, self._is_paused = "", False, True
         self._groups = WholeGroups((), self)
@@ -179,18 +179,8 @@ class WholeView(TorchFunctionMode):
         """
         self._hook, self._is_first, self._is_paused = hook, is_first, False
         self._groups = WholeGroups(optimizers, self)
-        # Before `show`, which adds entries for parameters of others.
-        states = self._groups.states()
         self._groups.show()
-        if self._owners:
-            named = dict(self._module.named_buffers()) | self._parameters()
-            owners = self._owners
-            self._held = {id(state): ("", self.place) for state in states}
-            self._held |= {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
-            for tensor, stage in ((t, owners[n]) for n, t in named.items() if n in owners):
-                # For `nn.Parameter(w)`, which asks no mode, and gives the same memory.
-                if (memory := _marked(tensor)) is not tensor:
-                    vars(memory)[_STAGE] = self._run, stage
+        self._held = None if self._owners else {}
         try:
             with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
                 yield
@@ -199,8 +189,7 @@ class WholeView(TorchFunctionMode):
             self._agree(END_OF_HOOK, None)
         finally:
             self._groups.hide()
-            self._is_paused, self._grads = True, None
-            self._held.clear()
+            self._is_paused, self._grads, self._held = True, None, {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -268,11 +257,28 @@ class WholeView(TorchFunctionMode):
         vars(made)[_STAGE] = self._run, stage
         return made
 
+    def _own_tensors(self) -> dict[int, tuple[str, int]]:
+        """Return, by identity, what this rank holds for its stage alone: names, and the stage.
+
+        Looked for when the code of a hook uses its first tensor: most hooks use none.
+        """
+        if self._held is None:
+            self._held = {}  # meanwhile, as lists of parameters hash these
+            named, owners = dict(self._module.named_buffers()) | self._parameters(), self._owners
+            of_stages = [(n, t, owners[n]) for n, t in named.items() if n in owners]
+            for _, tensor, stage in of_stages:
+                # For `nn.Parameter(w)`, which asks no mode, and gives the same memory.
+                if (memory := _marked(tensor)) is not tensor:
+                    vars(memory)[_STAGE] = self._run, stage
+            self._held = {id(state): ("", self.place) for state in self._groups.states()}
+            self._held |= {id(tensor): (n, stage) for n, tensor, stage in of_stages}
+        return self._held
+
     def _stage_of(self, tensor: Any) -> int | None:
         """Return the pipeline rank to which a tensor belongs; None: all have it."""
         if self.group is None:
             return None
-        held = self._held.get(id(tensor))
+        held = self._own_tensors().get(id(tensor))
         # Its own tensors by identity: these live longer than the hook.
         if held is not None:
             return held[1]
@@ -516,7 +522,7 @@ class WholeView(TorchFunctionMode):
         return map_leaves(stand, out)
 
     def _tagged(self, value: Any, stage: int | None) -> Any:
-        if isinstance(value, Tensor) and stage is not None and id(value) not in self._held:
+        if isinstance(value, Tensor) and stage is not None and id(value) not in self._own_tensors():
             vars(_marked(value))[_STAGE] = vars(value)[_STAGE] = self._run, stage
         return value
 
