@@ -129,7 +129,7 @@ class WholeView(TorchFunctionMode):
         self._averages = mesh.token_group.size() > 1  # plain gradients, after the backward
         self._owners = {} if self.group is None else self._find_owners(self.group)
         self._handles: dict[str, AbsentParameter] = {}
-        self._held: dict[int, tuple[str, int]] | None = {}
+        self._held: dict[int, int] | None = {}
         self._grads: dict[str, Tensor | None] | None = None
         self._hook, self._is_first, self._is_paused = "", False, True
         self._groups = WholeGroups((), self)
@@ -225,7 +225,8 @@ class WholeView(TorchFunctionMode):
         if made is None:
             # In a rehearsal other stages do not answer, and nobody asks for values.
             stage = self._owners.get(about.name, -1)
-            made = self._handles[about.name] = self.stand_for(about, stage)
+            # `setdefault`: the first tensor of a hook lists all parameters, this one among them.
+            made = self._handles.setdefault(about.name, self.stand_for(about, stage))
             if not about.is_buffer:
                 # Not a class of parameters, as what is detached would be one, too.
                 mark_as_parameter(made)
@@ -257,21 +258,23 @@ class WholeView(TorchFunctionMode):
         vars(made)[_STAGE] = self._run, stage
         return made
 
-    def _own_tensors(self) -> dict[int, tuple[str, int]]:
-        """Return, by identity, what this rank holds for its stage alone: names, and the stage.
+    def _own_tensors(self) -> dict[int, int]:
+        """Return the stage of each tensor that this rank holds and some stages lack, by `id`.
 
         Looked for when the code of a hook uses its first tensor: most hooks use none.
         """
         if self._held is None:
             self._held = {}  # meanwhile, as lists of parameters hash these
             named, owners = dict(self._module.named_buffers()) | self._parameters(), self._owners
-            of_stages = [(n, t, owners[n]) for n, t in named.items() if n in owners]
-            for _, tensor, stage in of_stages:
+            # What stands for a tensor of another stage has a mark of its own.
+            here = {n: t for n, t in named.items() if not isinstance(t, AbsentParameter)}
+            of_stages = [(tensor, owners[n]) for n, tensor in here.items() if n in owners]
+            for tensor, stage in of_stages:
                 # For `nn.Parameter(w)`, which asks no mode, and gives the same memory.
                 if (memory := _marked(tensor)) is not tensor:
                     vars(memory)[_STAGE] = self._run, stage
-            self._held = {id(state): ("", self.place) for state in self._groups.states()}
-            self._held |= {id(tensor): (n, stage) for n, tensor, stage in of_stages}
+            self._held = {id(state): self.place for state in self._groups.states()}
+            self._held |= {id(tensor): stage for tensor, stage in of_stages}
         return self._held
 
     def _stage_of(self, tensor: Any) -> int | None:
@@ -281,7 +284,7 @@ class WholeView(TorchFunctionMode):
         held = self._own_tensors().get(id(tensor))
         # Its own tensors by identity: these live longer than the hook.
         if held is not None:
-            return held[1]
+            return held
         run, stage = vars(_marked(tensor)).get(_STAGE, ("", None))
         return stage if run == self._run else None
 
