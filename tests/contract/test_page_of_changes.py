@@ -14,7 +14,7 @@ HEADS = ("your code", "your model", "you do")
 pytestmark = pytest.mark.contract
 
 PROOFS: dict[str, str] = {
-    "`copy.deepcopy` of a module in a hook of the run, `torch.save` of one": """
+    "`copy.deepcopy` or `torch.save` of a module in a hook of the run": """
         cures_of_runs::blocks_that_are_pickled cures_of_runs::shards_that_are_pickled
         cures_of_runs::a_teacher_that_is_copied_on_the_mesh
         cures_of_runs::a_teacher_that_is_copied_in_setup
@@ -30,8 +30,8 @@ PROOFS: dict[str, str] = {
     "replaces a parameter or module by another one, in a hook such as `on_train_start`": """
         cures_of_runs::a_parameter_that_is_replaced cures_of_runs::values_of_another_parameter
         cures_of_runs::blocks_that_change_places""",
-    "labels that the step masks or chooses, an `ignore_index` in the call, a count it divides by, "
-    "class weights": """
+    "labels that the step masks or chooses, an `ignore_index` in the call of the loss, a count "
+    "by which the step divides the loss, class weights": """
         made_labels::a_copy_that_is_masked_in_place made_labels::tokens_that_a_condition_chooses
         made_labels::a_padding_token_that_the_call_ignores made_labels::a_bounded_divisor
         made_labels::class_weights_in_a_buffer made_labels::a_mask_that_depends_on_a_value
@@ -39,7 +39,7 @@ PROOFS: dict[str, str] = {
     "rows padded to the longest of a batch": """
         losses::padded_labels_that_nobody_declared cures_in_data::padding_of_other_lengths
         cures_in_data::padding_that_comes_later""",
-    "reads `outputs` in `on_train_batch_end` and the like, or the loss in `on_before_backward`": (
+    "reads `outputs` in hooks such as `on_train_batch_end`, or the loss in `on_before_backward`": (
         "results_of_replicas::test_hooks_get_the_loss_of_the_global_batch "
         "results_of_replicas::test_what_is_of_one_replica_is_named"
     ),
@@ -62,7 +62,7 @@ PROOFS: dict[str, str] = {
         optimizers::lbfgs_with_line_search optimizers::sharpness_aware_with_momentum
         optimizers::two_kinds_in_one_class optimizers::across_weights_of_another_layout""",
     "`torch.randn_like(weight)` in the step": "parameters::noise_on_the_weight_of_the_head",
-    "a part, expert or block that only some batches use; detached or unused weights": """
+    "a module, expert or block that only some batches use; detached or unused weights": """
         absent_gradients::tower_for_some_samples absent_gradients::stages_detached
         absent_gradients::first_blocks_without_gradients
         absent_gradients::frozen_blocks_for_some_samples
@@ -71,10 +71,10 @@ PROOFS: dict[str, str] = {
         uncommon_steps::penalty_on_the_gradient_of_the_input
         uncommon_steps::penalty_on_the_gradient_of_one_score
         uncommon_steps::penalty_on_the_gradient_of_a_divided_cross_entropy""",
-    "hooks between steps (`on_train_batch_end`, of an epoch, of validation): norms, arrays, "
-    "histograms, noise, masks and writes to slices of weights, buffers of all blocks, averages by "
-    "hand, `AveragedModel`, "
-    "`torch.save(net.state_dict())`, `load_state_dict`, forwards of the model": """
+    "hooks between steps (`on_train_batch_end`, hooks of epochs and of validation): norms, "
+    "arrays, histograms, noise, masks and writes to slices of weights, buffers of all blocks, "
+    "averages by hand, `AveragedModel`, `torch.save(net.state_dict())`, `load_state_dict`, "
+    "forwards of the model": """
         hooks::numbers_of_all_weights_after_a_step hooks::shadow_made_before_the_mesh
         hooks::averaged_model_made_before_the_mesh hooks::noise_and_bounds_on_weights
         hooks::a_state_dict_that_all_ranks_save hooks::a_norm_on_rank_zero_alone
@@ -92,16 +92,17 @@ PROOFS: dict[str, str] = {
         gradients::norm_over_all_by_hand_where_gradients_are_clipped
         gradients::what_all_weights_and_gradients_give gradients::histograms_on_rank_zero_alone
         gradients::norm_over_all_by_hand hooks::arrays_of_parts_before_the_update""",
-    "weights and gradients before and after the closure in an `optimizer_step` of your own: "
-    "numbers, norms": """
+    "an `optimizer_step` of your own that reads weights and gradients before and after the "
+    "closure: numbers, norms": """
         hooks::weights_and_gradients_around_the_update
         hooks::update_left_out_by_the_norm hooks::norm_by_hand_after_the_closure""",
     "`ModelPruning`": "hooks::pruning_by_the_callback hooks::masks_on_weights",
     "an embedding with `max_norm`": "uncommon_steps::an_embedding_of_limited_norm",
-    "a learning rate by the name or number of each parameter in `configure_optimizers`": """
+    "a learning rate that `configure_optimizers` chooses by the name or number of each "
+    "parameter": """
         optimizers::a_rate_for_each_parameter_by_its_number
         optimizers::a_rate_by_the_number_of_weights_of_named_parameters""",
-    "a learning rate from `trainer.world_size` in `configure_optimizers`": """
+    "a learning rate that `configure_optimizers` computes from `trainer.world_size`": """
         optimizers::learning_rate_by_the_number_of_processes""",
     "a number that `setup` computes from `trainer.num_devices`": """
         reads_in_setup::test_a_length_from_the_number_of_processes_is_told_with_its_line
@@ -128,21 +129,24 @@ PROOFS: dict[str, str] = {
     "a loss that is a mean over samples or labels, a sum, or weighted by a mask or by classes": """
         losses::padded_labels_that_nobody_declared losses::sum_over_samples
         losses::mean_over_a_mask losses::weights_of_a_criterion_for_classes""",
-    "divides by a number that the collate function counts, or takes weights that it divides by "
-    "their sum": "counts::a_count_of_the_collate_fn counts::weights_whose_sum_is_one_in_each_batch",
-    "a bound of the count it divides by (`max(count, 1)`)": """
+    "divides the loss by a number that the collate function counts, or weights samples by "
+    "numbers that the collate function divides by their sum": """
+        counts::a_count_of_the_collate_fn counts::weights_whose_sum_is_one_in_each_batch""",
+    "a lower bound of the count by which the step divides the loss (`max(count, 1)`)": """
         made_labels::a_bounded_divisor counts::a_bound_where_nothing_counts_later""",
     "a sum of two means over different things": "losses::two_kinds_of_labels",
     "a loss that depends on the number of processes, such as `trainer.world_size`": """
         losses::times_the_number_of_processes losses::times_the_number_of_replicas""",
-    "a step that does not run on parts of a batch, such as `topk` over its samples": """
+    "a step that fails, or gives another result, on a part of a batch, such as `topk` over the "
+    "samples": """
         side_effects::a_count_of_samples_in_the_batch
         uncommon_steps::the_hardest_samples_of_a_batch""",
     "a loss that depends on a count of steps that the step itself keeps, also in `self.hparams` or "
     "a callback, or on the next item of an iterator": """
         side_effects::state_that_every_step_moves_on
         uncommon_steps::a_step_that_leaves_marks_around_the_module""",
-    "a state that the step keeps of its samples in an attribute and reads in the next step": """
+    "a state that the step computes from its samples, keeps in an attribute, and reads in the "
+    "next step": """
         uncommon_steps::a_state_that_the_first_stage_reads_and_the_last_one_leaves
         uncommon_steps::a_state_of_each_row""",
     "numbers and tensors that the step keeps in attributes, of the module, its class, a callback "
@@ -153,7 +157,7 @@ PROOFS: dict[str, str] = {
         attribute_values::test_what_is_kept_outside_of_the_module_is_that_of_the_batch_on_every_rank
         attribute_values::test_a_minimum_of_losses_is_named
         attribute_values::test_values_that_no_look_has_seen_are_named_once""",
-    "bounds a number made of all samples, or takes its absolute value or a maximum: "
+    "a bound, an absolute value or a maximum of a number that is computed from all samples: "
     "`clamp(loss.mean(), min=...)`, flooding": """
         cures_of_steps::a_bound_of_the_mean_or_of_each_sample
         unit/strategies/step/test_loss_form.py::test_sides_of_numbers""",
@@ -164,8 +168,8 @@ PROOFS: dict[str, str] = {
         end_of_run::hard_samples_in_the_second_epoch
         end_of_run::hard_samples_after_the_run_has_ended
         end_of_run::noise_from_the_third_step_on""",
-    "chooses or weighs samples by what the model says of them: pseudo-labels above a confidence, "
-    "hard examples by a threshold or top-k": """
+    "chooses or weights samples by outputs of the model: pseudo-labels above a confidence, hard "
+    "examples by a threshold or top-k": """
         losses::confident_samples_from_the_third_step_on
         losses::hard_samples_above_a_threshold_or_the_hardest
         unit/strategies/step/test_loss_form.py::test_a_step_that_begins_to_choose_samples_is_looked_at""",
@@ -178,7 +182,7 @@ PROOFS: dict[str, str] = {
     "in-batch negatives": """
         losses::in_batch_negatives losses::in_batch_negatives_gathered
         collectives::test_negatives_of_all_replicas_have_the_gradient_of_one_process""",
-    "gathers or reduces by itself": """
+    "a step that gathers or reduces over ranks by itself": """
         collectives::test_samples_of_all_replicas_are_gathered_and_counted_once
         collectives::test_a_collective_that_counts_samples_twice_is_refused""",
     "a loss that depends on the rank (`self.global_rank`, `trainer.is_global_zero`)": """
@@ -194,12 +198,12 @@ PROOFS: dict[str, str] = {
     "logs a mean over labels or over samples, or a count, of a batch": """
         metrics::test_a_step_logs_the_metric_of_the_whole_batch
         metrics::test_a_metric_that_depends_on_how_a_batch_is_cut_is_named""",
-    "a sampler or batch sampler of its own, `shuffle=True`, uneven last batches, streams that "
-    "divide themselves": """
+    "a sampler or batch sampler of your own, `shuffle=True`, uneven last batches, streams that "
+    "divide their samples themselves": """
         samples::test_the_order_of_samples_is_that_of_one_process
         samples::test_evaluation_counts_each_sample_once
         samples::test_a_stream_that_divides_itself_loses_nothing""",
-    "noise, masks, time steps drawn in the step, in training or validation": """
+    "random noise, masks or time steps that the step draws, in training or validation": """
         random_draws::noise_like_the_activations random_draws::noise_and_steps_of_diffusion
         random_draws::masking_by_the_order_of_noise
         random_draws::numbers_of_numpy_for_every_sample
@@ -212,7 +216,7 @@ PROOFS: dict[str, str] = {
         inferred_plans::one_block_many_times inferred_plans::recurrent""",
     "a block writes to another module, or appends to a list that later code reads": """
         side_effects::auxiliary_loss_that_is_carried inferred_plans::losses_that_experts_keep""",
-    "pools over tokens, or a loss on tokens of one rank": """
+    "pools over tokens, or computes a loss on the tokens of one rank": """
         first_step_proof::test_a_difference_ends_the_first_step
         inferred_plans::image_transformer sequences::step_that_drops_a_token""",
     "mixes tokens by other means than attention: Mamba, convolutions, recurrences": """
@@ -220,10 +224,10 @@ PROOFS: dict[str, str] = {
     "collects outputs in attributes of the module, for hooks of an epoch": """
         step_attributes::test_every_rank_reads_what_one_process_has_collected
         step_attributes::test_a_mean_of_what_a_replica_has_kept_is_told""",
-    "shifts labels, slices or pools tokens in the step, or keeps outputs, under context "
+    "a step that shifts labels, slices or pools tokens, or keeps outputs, under context "
     "parallelism": """
         sequences::training_that_shifts_labels sequences::test_evaluation_equals_one_process""",
-    "writes from a step: `logger.experiment`, `self.print`, files on rank 0": """
+    "a step that writes with `logger.experiment` or `self.print`, or writes files on rank 0": """
         writes::test_a_step_writes_as_often_as_in_one_process
         writes::test_a_step_on_micro_batches_writes_for_each_which_is_said
         writes::test_what_cannot_be_sent_to_rank_0_is_refused""",
@@ -235,7 +239,7 @@ PROOFS: dict[str, str] = {
         generation_families::test_texts_are_those_of_one_process
         generation::test_a_step_may_sample_by_itself
         generation::test_ranks_with_several_stages_generate_without_a_cache""",
-    "counts positions by itself": """
+    "counts the positions of tokens by itself": """
         mixers::positions_counted_by_the_model mixers::first_rows_of_a_table_of_positions""",
     "changes its state dict: renames keys by hooks or an override, keeps extra state, saves a part "
     "of its weights": """
@@ -246,7 +250,7 @@ PROOFS: dict[str, str] = {
         parameters::weight_of_a_block_without_a_style
         side_effects::colwise_behind_a_gathered_norm
         side_effects::weights_read_by_the_module_around""",
-    "transformers families: decoders, encoders, both": """
+    "model families of transformers: decoders, encoders, encoder-decoders": """
         families::test_equal_or_refused families::pairs_of_images_and_texts
         distributed/models/test_huggingface.py::test_family_on_tensor_and_pipeline_ranks_equals_one_process
         """,
@@ -256,8 +260,8 @@ PROOFS: dict[str, str] = {
         distributed/test_module_after_run.py::test_another_trainer_goes_on_with_the_module
         distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again
         distributed/test_module_after_run.py::test_parts_stay_where_whole_modules_are_not_wanted""",
-    "hooks that act on a checkpoint: `on_load_checkpoint` that edits weights, states or groups of "
-    "optimizers; states of callbacks and data modules": """
+    "edit weights, optimizer states or parameter groups in `on_load_checkpoint`; load states of "
+    "callbacks and data modules": """
         resume::test_hooks_states_and_edits_of_a_resumed_run_are_those_of_one_process
         resume::test_a_callback_that_has_added_a_group_of_parameters_resumes""",
     "resume from a checkpoint that was saved inside an epoch": """
