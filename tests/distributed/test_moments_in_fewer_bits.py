@@ -1,5 +1,6 @@
 """Optimizers with moments in fewer bits: the same on any mesh, in checkpoints of any layout."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_par import Hybrid3DStrategy, optimizers, ParallelPlan
+from lightning_par.callbacks import MixedPrecision
 from lightning_par.dtensor import local_part, shard_of
 from lightning_par.engine.rng import seed_of
 from tests.distributed.user_code.test_own_experts import OwnMixture
@@ -70,12 +72,21 @@ class Module(PlainModule):
 
 
 def fit(
-    world: int, layout: str | None, states: str, steps: int, *, source: Any = None, **options: Any
+    world: int,
+    layout: str | None,
+    states: str,
+    steps: int,
+    *,
+    source: Any = None,
+    attends: bool = False,
+    **options: Any,
 ) -> tuple[Any, Module]:
     torch.manual_seed(0)
     strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**MESHES[layout])
-    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, max_epochs=-1)
-    module = Module(states, **options)
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, max_steps=steps, max_epochs=-1, **options
+    )
+    module = Module(states, attends=attends)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(token_pairs(), batch_size=2), ckpt_path=source)
     return trainer, module
@@ -154,6 +165,23 @@ def test_states_and_weights_are_the_same_bits_on_any_mesh(
     check(run(later, tmp_path / f"{net} end", middle), plain / f"{net} end")
 
 
+def with_masters(rank: int, world: int, layout: str | None, to: Path) -> None:
+    for states in ("bfloat16", "packed"):
+        callbacks = [MixedPrecision("bf16-true")]
+        trainer, _ = fit(world, layout, states, 6, callbacks=callbacks)
+        trainer.save_checkpoint(to / states)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_float32_masters_beside_them_are_the_same_bits(layout: str, tmp_path: Path) -> None:
+    for name, count in ((None, 1), (layout, 2)):
+        (tmp_path / str(name)).mkdir()
+        run_ranks(with_masters, count, name, tmp_path / str(name), timeout=150)
+    check(tmp_path / layout, tmp_path / "None")
+    _, held = read(tmp_path / layout / "packed")
+    assert held[0]["master"].dtype is torch.float32
+
+
 def test_a_run_that_went_on_equals_one_that_did_not_stop(plain: Path) -> None:
     for states in BYTES:
         weights, held = read(plain / "all end" / f"{states}-{states}")
@@ -187,6 +215,30 @@ def adamw_in_bfloat16() -> Any:
 @CASES.add(equal="tp2 pp2 zero3", large="zero1 zero1pp2 zero2_offload", trainer=CLIPS)
 def adam_in_two_bytes() -> Any:
     return Trained(optimizers.Adam, "packed"), token_pairs()
+
+
+class Loads(Trained):
+    """Makes its optimizer before the mesh, and gives it the states of an earlier run."""
+
+    def __init__(self, states: Any) -> None:
+        super().__init__(optimizers.AdamW, states)
+        self.early = self.double().configure_optimizers()
+        earlier = copy.deepcopy(self)
+        optimizer = earlier.early["optimizer"]
+        for number, parameter in enumerate(earlier.parameters()):
+            grad = torch.linspace(-1, 1 + number, parameter.numel(), dtype=torch.float64)
+            parameter.grad = grad.view_as(parameter)
+        optimizer.step()
+        optimizer.step()
+        self.early["optimizer"].load_state_dict(optimizer.state_dict())
+
+    def configure_optimizers(self) -> Any:
+        return getattr(self, "early", None) or super().configure_optimizers()
+
+
+@CASES.add(equal="tp2 zero3 pp2", large="zero1tp2")
+def states_in_two_bytes_from_before_the_mesh() -> Any:
+    return Loads("packed"), token_pairs()
 
 
 @CASES.add(equal="zero1ep2", large="zero3ep2 zero1ep2pp2")
