@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_par.models import GPTModule, TextDataModule
 
-__all__ = ["make_trainer", "print_curves", "quiet"]
+__all__ = ["Losses", "make_trainer", "print_curves", "quiet"]
 
 
-class _Losses(Callback):
+class Losses(Callback):
     """Keeps the loss of every step, which is that of all replicas."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def _print(line: str) -> None:
 def _learn(strategy: Any, steps: int, batch_size: int, devices: int) -> tuple[list[float], float]:
     """Return the loss of every step and that of held-out batches at the end."""
     pl.seed_everything(0, verbose=False)
-    losses = _Losses()
+    losses = Losses()
     trainer = make_trainer(steps, devices=devices, strategy=strategy, callbacks=[losses])
     trainer.fit(
         GPTModule("tiny", max_steps=steps, warmup_steps=20),

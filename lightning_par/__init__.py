@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_par import callbacks as callbacks
     from lightning_par import huggingface as huggingface
     from lightning_par import models as models
+    from lightning_par import optimizers as optimizers
     from lightning_par import strategies as strategies
     from lightning_par import verification as verification
     from lightning_par.engine.context.attention import attention
@@ -92,7 +93,7 @@ else:
         "infer_plan": "inference.infer",
         "verify": "verification",
     }
-    _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")
+    _PACKAGES = ("callbacks", "huggingface", "models", "optimizers", "strategies", "verification")
 
     def __getattr__(name: str) -> Any:
         from importlib import import_module

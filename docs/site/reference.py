@@ -25,6 +25,7 @@ PARTS = {
     "strategies": "Strategies",
     "callbacks": "Callbacks",
     "models": "Models and data",
+    "optimizers": "Optimizers",
     "huggingface": "Hugging Face",
     "verification": "Verification",
     "errors": "Errors",

@@ -72,8 +72,8 @@ def _put_master(optimizer: Optimizer, parameter: Tensor, master: nn.Parameter) -
 
 
 def keep_dtypes(optimizer: Optimizer) -> None:
-    """Make the optimizer load states in the dtypes that they were saved in, as masters need it;
-    torch would cast them to the dtype of their parameter.
+    """Make the optimizer load states in the dtypes that they were saved in, as masters and moments
+    in fewer bits need it; torch would cast them to the dtype of their parameter.
     """
     # From the hook before to the hook after, as the latter is not given the state.
     loading: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def keep_dtypes(optimizer: Optimizer) -> None:
         numbers = [n for group in state["param_groups"] for n in group["params"]]
         for number, parameter in zip(numbers, held, strict=True):
             for name, value in state["state"].get(number, {}).items():
-                if name != "step" and isinstance(value, Tensor) and value.is_floating_point():
+                if name != "step" and isinstance(value, Tensor):
                     loaded = value.to(device=parameter.device, copy=True)
                     optimizer.state[parameter][name] = loaded
 

@@ -157,6 +157,7 @@ def go_on(
     workers: int = 0,
     dropout: float = 0.0,
     layers: int = SIZES["num_layers"],
+    kind: type[GPTModule] = GPTModule,
     **options: Any,
 ) -> Run:
     """Train until `steps`, from a checkpoint or from the start, and save on the way."""
@@ -166,7 +167,7 @@ def go_on(
     limits = {"trainer": {"max_steps": steps, "limit_val_batches": 0}}
     trainer = make_trainer(layout, world, [witness], **limits, **options)
     overrides = {**SIZES, "dropout": dropout, "num_layers": layers}
-    module = GPTModule(overrides=overrides, max_steps=100, warmup_steps=5)
+    module = kind(overrides=overrides, max_steps=100, warmup_steps=5)
     data = make_data(folder, replicas, workers)
     trainer.fit(module, datamodule=data, ckpt_path=source)
     return {

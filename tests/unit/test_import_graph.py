@@ -36,7 +36,7 @@ ORDER = """
     engine.experts
     engine.init  engine.data
     engine.offload
-    engine.memory  engine.grad_scaler
+    engine.memory  engine.grad_scaler  optimizers
     observe
     inference
     profiling  huggingface  planner

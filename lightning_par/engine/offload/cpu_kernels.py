@@ -9,10 +9,8 @@ torch      torch's fused Adam, tile by tile, between conversions of dtypes
 
 "auto" is native, or torch where no C++ compiler works.
 
-Note [Stochastic rounding]: moments in bfloat16 are rounded up or down at random, which keeps their
-expectation: with b2 = 0.999 a step changes v by less than its last digit, so that rounding to the
-nearest would leave v where it is. The random bits are a hash of the entry's index and the step,
-hence the same in every run and in every kernel.
+Moments in bfloat16 are rounded at random, to the same bits in every kernel; see Note [Stochastic
+rounding].
 """
 
 import logging
@@ -23,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.cpp_build import build_library
+from lightning_par.engine.offload.rounding import entry_index, mixed, random_bits, round_to_bfloat16
 from lightning_par.errors import ConfigurationError, either, OffloadError
 from lightning_par.upstream.aten import fused_adam_, fused_adamw_
 
@@ -35,7 +33,6 @@ __all__ = ["KERNELS", "AdamKernel", "choose_kernel", "kernel_source"]
 KERNELS = ("native", "torch", "auto")
 """Values of `cpu_kernel`."""
 
-_MASK = 0xFFFFFFFF
 _TILE = 2**18
 """Entries that the torch kernel converts at once: its temporary copies stay in the cache."""
 
@@ -164,7 +161,7 @@ class _NativeKernel:
             # The bound is symmetric, so that ascending is descending along -g.
             scale=-scale if rule.maximize else scale,
             largest=largest,
-            seed=_mixed(step),
+            seed=mixed(step),
         )
         used = (tensors.master, tensors.mean, tensors.square, tensors.grad, tensors.out)
         # The library gets bare addresses: a stride or a short tensor would corrupt memory.
@@ -238,47 +235,9 @@ class _TorchKernel:
         )
         # torch's kernel has written the wide copies; the short ones are rounded from them.
         if short:
-            _round_randomly(mean, square, tile.mean, tile.square, tile.first, _mixed(step))
+            index = entry_index(mean.shape, [tile.first], [0], mean.device)
+            random = random_bits(index, mixed(step))
+            # One hash serves both moments: 16 bits each, as many as bfloat16 cuts off.
+            round_to_bfloat16(mean, random, tile.mean)
+            round_to_bfloat16(square, random >> 16, tile.square)
         tile.out.copy_(tile.master)
-
-
-def _mixed(number: int) -> int:
-    """Return a 32-bit hash of `number`; every bit of it depends on every bit of the input."""
-    number &= _MASK
-    number = ((number ^ (number >> 16)) * 0x7FEB352D) & _MASK
-    number = ((number ^ (number >> 15)) * 0x846CA68B) & _MASK
-    return number ^ (number >> 16)
-
-
-def _round_randomly(
-    mean: Tensor, square: Tensor, mean_out: Tensor, square_out: Tensor, first: int, seed: int
-) -> None:
-    """Round the moments of one parameter, or of a slice of it, to bfloat16.
-
-    Args:
-        mean: First moment, flat, float32.
-        square: Second moment, flat, float32.
-        mean_out: Receives the rounded first moment, bfloat16.
-        square_out: Receives the rounded second moment, bfloat16.
-        first: Index of the first entry in the whole parameter.
-        seed: Hash of the step, 32 bits.
-    """
-    # int64 holds the unsigned 32-bit arithmetic of adam.cpp, which torch has no dtype for.
-    # The same hash as in adam.cpp, entry by entry.
-    random = (torch.arange(first, first + mean.numel()) & _MASK) ^ seed
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        random = ((random ^ (random >> shift)) * factor) & _MASK
-    random ^= random >> 16
-    # One hash serves both moments: 16 bits each, as many as bfloat16 cuts off.
-    _round(mean, mean_out, random & 0xFFFF)
-    _round(square, square_out, random >> 16)
-
-
-def _round(values: Tensor, out: Tensor, random: Tensor) -> None:
-    bits = values.view(torch.int32).long() & _MASK
-    # Adding 16 random bits carries with the probability of the bits that are cut off.
-    rounded = ((bits + random) >> 16) << 16
-    # Adding to a NaN could carry into its sign or make it infinite.
-    rounded = torch.where(values.isnan(), bits | 0x400000, rounded)
-    signed = torch.where(rounded > 0x7FFFFFFF, rounded - 2**32, rounded)
-    out.copy_(signed.int().view(torch.float32))

@@ -2,7 +2,7 @@
 
 Some exchange or average weights when a run has ended, as those without a schedule do in `eval()`.
 So where every rank gets the whole module, they get its parameters, and whole states. Optimizers of
-torch do no such thing, and keep their parts.
+torch and of this package do no such thing, and keep their parts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,6 +23,8 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
 
 __all__ = ["WholeOptimizer", "gather_optimizers", "give_parts", "with_parts"]
+
+_KEEP = ("torch.optim.", "lightning_par.optimizers")
 
 
 class WholeOptimizer:
@@ -77,14 +79,14 @@ class WholeOptimizer:
 def gather_optimizers(
     model: ParallelModel, optimizers: Iterable[Optimizer]
 ) -> list[WholeOptimizer]:
-    """Gather the states of optimizers that are not torch's, before the module becomes whole.
+    """Gather the states of optimizers of others, before the module becomes whole.
 
     **Communicates**: as `WholeOptimizer`.
     """
     found = []
     for optimizer in optimizers:
         # By module name: subclasses of torch's optimizers that others wrote count as theirs.
-        if optimizer.param_groups and not type(optimizer).__module__.startswith("torch.optim."):
+        if optimizer.param_groups and not type(optimizer).__module__.startswith(_KEEP):
             try:
                 found.append(WholeOptimizer(model, optimizer))
             except CheckpointError:  # on all ranks: it cannot be saved either
