@@ -208,13 +208,18 @@ class StepAttributes:
         # The outputs of an epoch are let go when the user's code lets them go.
         self._before = {}
 
-    def _warn(self, places: set[tuple[str, str]]) -> None:
-        """Name what other stages lack, if a hook reads it."""
-        callbacks = self._trainer.callbacks if self._trainer is not None else []  # type: ignore[attr-defined]
+    def names_in_hooks(self) -> set[str]:
+        """Return the names that the code of the user's hooks looks up."""
+        trainer = _trainer_of(self._module)
+        callbacks = trainer.callbacks if trainer is not None else []  # type: ignore[attr-defined]
         owners = (each for each in (self._module, *callbacks) if is_of_user(type(each).__module__))
         named = ((owner, name) for owner in owners for name in dir(type(owner)))
         hooks = (getattr(owner, name) for owner, name in named if name.startswith("on_"))
-        names = set[str]().union(*map(names_in, hooks))
+        return set[str]().union(*map(names_in, hooks))
+
+    def _warn(self, places: set[tuple[str, str]]) -> None:
+        """Name what other stages lack, if a hook reads it."""
+        names = self.names_in_hooks()
         read = [_spelled(*place) for place in sorted(places) if place[1] in names]
         if read:
             attributes = ", ".join(read)

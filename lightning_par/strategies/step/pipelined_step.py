@@ -377,8 +377,7 @@ class PipelinedSteps:
     ) -> Callable[[int], Any]:
         step, value_of = getattr(self.module, name), self._metrics.value
         trains = name == "training_step"
-        keeps = trains and self._buffers.is_active
-        restarts = trains and self._values.is_active
+        keeps, restarts = trains and self._buffers.is_active, trains and self._values.is_active
 
         def run(index: int) -> Any:
             # A look runs its parts once more, and then all of them, which have been followed.
@@ -465,6 +464,7 @@ class PipelinedSteps:
             warn_of_results(unknown)
 
     def _begin_step(self, *, trains: bool = False) -> None:
+        self._of_blocks.begin_step(trains=trains)
         self._values.begin(trains=trains)
         self._attributes.begin()
         self._writes.begin()
