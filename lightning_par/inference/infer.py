@@ -286,8 +286,8 @@ class _Styles:
                 if not inside or any(b.startswith(dot) for b in blocks):
                     self.refusal = (
                         f"The parameter {value.name} is read by the forward of {reader or 'it'} "
-                        "and not by the forward of its own module. Only that forward can compute "
-                        "with a shard of the parameter."
+                        "and not by the forward of its own module. A shard of a parameter can be "
+                        "used only in the forward of the module that owns the parameter."
                     )
                     return frozenset()
                 self._own_styles[reader] = "replicated_inside"

@@ -152,10 +152,11 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
     )
     return PlanError(
         "LP207",
-        f"{where} failed while it computed with shards of its weights or of its input: {said}. If "
-        "the same model runs on one process, the cause is the tensor styles of the layers: they "
-        "do not fit each other or the code of the forward. The styles are "
-        f"{_layers_around(model, name)}. {'. '.join(cures)}. Or use tensor_parallel_size=1.",
+        f"{where} failed while it computed with shards of its weights or of its input: "
+        f"{said}.\nWhy: if the same model runs on one process, the tensor styles of its layers do "
+        "not fit each other or the code of the forward. The layers are "
+        f"{_layers_around(model, name)}.\nWhat to write: {'. '.join(cures)}. Or use "
+        "tensor_parallel_size=1.",
     )
 
 

@@ -423,7 +423,12 @@ class CheckpointSave:
             if isinstance(place, UrlPath):
                 place.remove_saves()
         except OSError as error:  # the file is there, and only room is lost
-            _log.warning("An earlier save to %s could not be removed: %s", place, error)
+            _log.warning(
+                "An earlier save to %s could not be removed: %s. The run continues; "
+                "remove it yourself.",
+                place,
+                error,
+            )
 
     def remove(self, filepath: Any, checkpoint_io: CheckpointIO) -> None:
         """Remove a checkpoint; rank 0 does it."""
