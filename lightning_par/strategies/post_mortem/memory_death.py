@@ -99,7 +99,9 @@ class MemoryWatch:
         try:
             write_post_mortem(found, Path(self.folder))
         except Exception as error:  # as without memory: whoever says why must still end
-            _logger.warning("why this rank ended cannot be written: %s", error)
+            _logger.warning(
+                "the reason why this rank ended could not be written to a file: %s", error
+            )
             return False
         return True
 
@@ -123,7 +125,9 @@ class MemoryWatch:
         try:
             found = _Death(short, trainer, activity, self).describe()
         except Exception as problem:  # as where not even this has memory: the error says it all
-            _logger.warning("it cannot be said what held the memory: %s", problem)
+            _logger.warning(
+                "what held the memory is not known, since counting it failed: %s", problem
+            )
             return None
         said = list(found.lines())
         if trainer.world_size > 1:
@@ -253,7 +257,7 @@ class _Death:
         if self._model is None or not hasattr(self._model.steps, "begun"):
             return None, "no training step had begun"
         if self._now.action in _EVALUATIONS:
-            return None, f"it is made for training steps, and this is a {self._now.action}"
+            return None, f"forecasts are of training steps, and this is a {self._now.action}"
         try:
             return forecast_step(self._error, self._model, self._strategy.options, self._device), ""
         except Exception as problem:  # of a model that the planner cannot read, or short of memory

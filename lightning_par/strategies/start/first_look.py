@@ -523,8 +523,8 @@ class FirstLook:
         if trusted:
             source = "as declared"
         if weigher.alternatives:
-            rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
-            source = f"{source}; {rest} the samples equally so far"
+            rest = f"{len(others)} other rules fit" if len(others) > 1 else "another rule fits"
+            source = f"{source}; {rest} as well so far"
         self._decisions.add("loss", weigher.rule.name, source)
         self._form.confirms = Confirmed.of(weigher.rule, ratios.get(weigher.rule.name))
 

@@ -494,7 +494,7 @@ def _decided(rank: int, world: int, layout: str, kind: type[PlainModule]) -> str
 def test_a_run_says_before_its_first_step_what_none_would_do(
     layout: str, kind: type[PlainModule], code: str | None
 ) -> None:
-    told = f"a step that gives None for its part of a batch ends the run ({code})"
+    told = f"a step that returns None for its part of a batch ends the run ({code})"
     for decided in run_ranks(_decided, 2, layout, kind, timeout=120):
         assert ("batches left out" in decided) == (code is not None)
         assert code is None or told in decided
