@@ -83,7 +83,7 @@ _CURES = {
     "is invalid for input": (
         "After 'colwise' layers a rank has only its share of the heads. Write view(b, t, "
         "self.heads, -1) with the attribute heads named in ParallelPlan(divided=...), and "
-        "reshape(b, t, -1) for the way back"
+        "reshape(b, t, -1) to join the heads again"
     ),
     "must match the size of tensor": (
         "Under sequence parallelism a rank has only its part of the tokens between blocks. Give a "

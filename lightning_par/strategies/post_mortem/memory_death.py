@@ -257,7 +257,7 @@ class _Death:
         if self._model is None or not hasattr(self._model.steps, "begun"):
             return None, "no training step had begun"
         if self._now.action in _EVALUATIONS:
-            return None, f"forecasts are of training steps, and this is a {self._now.action}"
+            return None, f"only training steps can be predicted, and this is a {self._now.action}"
         try:
             return forecast_step(self._error, self._model, self._strategy.options, self._device), ""
         except Exception as problem:  # of a model that the planner cannot read, or short of memory

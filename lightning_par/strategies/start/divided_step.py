@@ -173,7 +173,7 @@ class DividedLook:
             if failed:
                 return {"": f"it fails on divided sequences ({failed})"}
             if left:
-                return {"": f"it leaves values in {', '.join(left)}"}
+                return {"": f"it stores values in {', '.join(left)}"}
             if others != logged and not trains:
                 return {"": "the ranks log different values on divided sequences"}
         self._check_logs([(first, others) for _, _, others, first, _ in every])

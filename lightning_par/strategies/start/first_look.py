@@ -57,7 +57,7 @@ __all__ = ["FirstLook"]
 
 _LOG = logging.getLogger(__name__)
 _DECLARE = (
-    "Declare over what the loss is a mean in ParallelPlan(batch=BatchLayout(loss_weight=...)): "
+    "Declare what the loss is a mean over in ParallelPlan(batch=BatchLayout(loss_weight=...)): "
     "'samples', 'labels', 'sum' for a sum, the name of the batch entry that holds the weights, or "
     "a function of the batch that returns its weight."
 )
