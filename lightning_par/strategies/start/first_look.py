@@ -570,10 +570,10 @@ class FirstLook:
     def _warn_of_random(self) -> None:
         """Say that random numbers hide how the loss is made of those of its parts."""
         rank_zero_warn(
-            f"{type(self._module).__name__}.training_step draws random numbers that differ "
-            "between a batch and its parts (micro-batches, replicas). Comparing their losses "
-            "therefore does not show how the loss of a batch follows from the losses of its "
-            f"parts. The loss is assumed to be {self._weigher.rule.name}. {_DECLARE}"
+            f"{type(self._module).__name__}.training_step draws random numbers that differ between "
+            "a batch and its parts (micro-batches, replicas). So comparing their losses does not "
+            "show how to compute the loss of a batch from the losses of its parts. The loss is "
+            f"assumed to be {self._weigher.rule.name}. {_DECLARE}"
         )
 
     def _name_unsettled(self) -> None:

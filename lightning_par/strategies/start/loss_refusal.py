@@ -45,7 +45,7 @@ def refusal_of_loss(
     cures = _cures(set(_names(step, kind, set())), dims, " and ".join(whole))
     lines = [
         f"{kind.__name__}.training_step{where} on {' and '.join(divided)}: the loss of a batch "
-        "does not follow from the losses of its parts.",
+        "cannot be computed from the losses of its parts.",
         "Why: the loss of a batch was compared with the losses of its parts. It is neither "
         f"{rule.name}, nor their sum, nor a mean over labels, so the gradients would differ from "
         "those of a run on one process.",

@@ -420,7 +420,7 @@ def a_list_in_the_place_of_a_generator(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP325",
-    r"(?s)depends on what an earlier .*self\.kept.*and keep trainer\.callback_metrics",
+    r"(?s)depends on values that an earlier .*self\.kept.*and store trainer\.callback_metrics",
     "zero1pp2",
     options={"strategy": {"verify": False}},
 )
