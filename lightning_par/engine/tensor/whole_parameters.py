@@ -125,7 +125,7 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
             "LP207",
             f"{name or 'the step'} ({type(module).__name__}) changes its weight in place in its "
             "forward, as an embedding with max_norm does, but this rank may hold only a shard of "
-            "the weight. Change the weight in on_train_batch_end (instead of max_norm: "
+            "the weight. Change the weight in on_train_batch_end (to replace max_norm, by "
             "torch.renorm), or use tensor_parallel_size=1.",
         )
     if not _SIGNS.search(str(error)) or not any(isinstance(p, DTensor) for p in model.parameters()):

@@ -384,7 +384,7 @@ class WholeView(TorchFunctionMode):
             if self._averages and name in _HOOKS and isinstance(args[0], nn.Parameter):
                 raise refused_hook(
                     f"{name}(...){user_line()} registers a hook on a weight. The hook would get "
-                    "the gradient of a part of the batch, before the ranks average theirs"
+                    "the gradient of a part of the batch, which is not averaged over the ranks yet"
                 )
             return func(*args, **kwargs)
         if name in _TELLS or (name == "__get__" and func not in (_DATA, _GRAD)):

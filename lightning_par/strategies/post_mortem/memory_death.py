@@ -310,7 +310,9 @@ class _Death:
     def _changes_of_saving(self) -> Iterator[Change]:
         options = self._strategy.options
         if options.async_save:
-            yield Change(write="async_save=False", note="No copy is then kept while it is written")
+            yield Change(
+                write="async_save=False", note="The run then holds no copy of the checkpoint"
+            )
         if options.checkpoint_format != "folder":
             note = "Each rank then writes its own part"
             yield Change(write='checkpoint_format="folder"', note=note)

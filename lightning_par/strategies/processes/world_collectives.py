@@ -207,7 +207,7 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
     if in_stage:
         why = (
             "but only the ranks of the last pipeline stage run the code after the blocks, so the "
-            "others would not join"
+            "other ranks would not make this call"
         )
     raise ConfigurationError(
         "LP321",

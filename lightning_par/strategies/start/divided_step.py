@@ -127,9 +127,8 @@ class DividedLook:
             self._unsettled.add(key)
         elif found and not again:
             rank_zero_info(
-                f"{key[0]} runs on undivided sequences, and each of the "
-                f"{self._mesh.sizes.context} context-parallel ranks computes the same, since "
-                f"{next(iter(found.values()))}."
+                f"{key[0]} runs on undivided sequences, since {next(iter(found.values()))}. So "
+                f"each of the {self._mesh.sizes.context} context-parallel ranks computes the same."
             )
         return not found
 

@@ -59,12 +59,12 @@ def refusal_of_loss(
 def refusal_of_uncounted(layout: BatchLayout) -> str:
     """Return what to say of batches of which nothing tells what they weigh in the loss."""
     return (
-        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch "
-        "dim, so how to weight the losses of the replicas is not known. Declare this in "
-        "BatchLayout, too: loss_weight='samples' if all batches have the same weight, "
-        "loss_weight='sum' if the losses are added, or loss_weight=lambda batch: ... with a "
-        "function that returns over how many samples or labels the loss of a batch is the mean. "
-        "No weight was changed."
+        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch dim, "
+        "so how to weight the losses of the replicas is not known. Declare this in BatchLayout, "
+        "too: loss_weight='samples' if all batches have the same weight, loss_weight='sum' if the "
+        "losses are added, or loss_weight=lambda batch: ... with a function that returns the "
+        "number of samples or labels over which the loss of a batch is averaged. No weight was "
+        "changed."
     )
 
 

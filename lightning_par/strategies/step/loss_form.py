@@ -541,8 +541,8 @@ class FormWatch:
                 "The loss of this batch is a mean over a different number of labels or samples. "
                 "Declare the ignored label in ParallelPlan(batch=BatchLayout(labels=..., "
                 "ignore_index=...)), or pass BatchLayout(loss_weight=...) a function of the batch "
-                "that returns over how many labels or samples the loss is the mean. No weight was "
-                "changed in this step.",
+                "that returns the number of labels or samples over which the loss is averaged. No "
+                "weight was changed in this step.",
             )
         if differs:
             self.look_at_padding()
