@@ -551,10 +551,10 @@ class FormWatch:
         if takes_all:
             raise ConfigurationError(
                 "LP309",
-                "training_step: the loss chooses some samples of a batch by topk, but a "
-                "micro-batch or replica has so few samples that all of them are chosen. One "
-                "process chooses among all samples of the batch. Use num_microbatches=1 and "
-                "data_parallel_size=1, or choose in each sample by itself, such as its hardest "
-                "tokens. No weight was changed in this step.",
+                "training_step: the loss selects some samples of a batch by topk, but a "
+                "micro-batch or replica has so few samples that all of them are selected. A run on "
+                "one process selects from all samples of the batch. Use num_microbatches=1 and "
+                "data_parallel_size=1, or select within each sample, such as its hardest tokens. "
+                "No weight was changed in this step.",
             )
         return is_new or varies or differs

@@ -64,9 +64,10 @@ class HookDraws:
         if not states_alike(before, collect_random_states(self._device)):
             rank_zero_warn(
                 f"{self._hooks} draws random numbers. Each of {self._replicas} replicas draws them "
-                "for its own samples, from generators in the same state. A run on one process "
-                "draws them for the whole batch. Draw in training_step, where each replica gets "
-                "the numbers of its own samples, or in the data set."
+                "for its own samples, from generators in the same state, so the numbers of the "
+                "replicas repeat. A run on one process draws different numbers for the whole "
+                "batch. Draw in training_step, where each replica gets the numbers of its own "
+                "samples, or in the data set."
             )
             self._hooks = ""
 
