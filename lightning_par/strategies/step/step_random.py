@@ -218,9 +218,10 @@ class StepRandom:
     def _complain(self) -> None:
         """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
         text = (
-            f"{self._name} drew no random numbers in the first step, but draws some now. The "
-            "random numbers {} equal to those of a run on one process. Let the step draw random "
-            "numbers from the first step on."
+            f"{self._name} drew no random numbers in the first step, but draws some now. How "
+            "random numbers are divided over the ranks is found in the first step, so these "
+            "numbers {} equal to those of a run on one process. Let the step draw random numbers "
+            "from the first step on."
         )
         if self._name == "training_step":
             raise ConfigurationError("LP311", text.format("would not be"))
