@@ -34,7 +34,7 @@ def trial(seed: int) -> tuple[float | None, str | None]:
     with tempfile.TemporaryDirectory() as folder:
         run = run_with_fault(WORLD, fault, Path(folder))
     place = re.escape(f"rank {fault.rank} ({PLACES[fault.rank]})")
-    said = [re.search(rf"{place} is gone, in (.*, step \d+)\.", log) for log in run.logs]
+    said = [re.search(rf"{place} has died, in (.*, step \d+)\.", log) for log in run.logs]
     named = next((found[1] for found in said if found), None)
     times = [s for s in run.seconds if s is not None]
     return (max(times) if len(times) == WORLD else None), named

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support.faults.hosts import FAULTS, run_with_host_fault
 from tests.support.hosts import refusal
 
-SAID = re.compile(r"could not go on: (.*)|MeshError: (.*)|(`Trainer.fit` stopped: .*)")
+SAID = re.compile(r"cannot continue: (.*)|MeshError: (.*)|(`Trainer.fit` stopped: .*)")
 
 
 def main() -> None:

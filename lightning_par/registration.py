@@ -25,7 +25,11 @@ STRATEGIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "hybrid3d": ("Hybrid3DStrategy", "tensor, pipeline, context and data parallelism together", {}),
     "auto_parallel": ("AutoParallelStrategy", "the layout that is predicted to be fastest", {}),
     "zero_offload": ("ZeROOffloadStrategy", "sharded data parallelism, optimizer on the host", {}),
-    "islands": ("IslandsStrategy", "every device trains by itself, and meets the others", {}),
+    "islands": (
+        "IslandsStrategy",
+        "every device trains alone, and averages its weights with the others every few steps",
+        {},
+    ),
     **{
         f"zero_offload_stage_{stage}": (
             "ZeROOffloadStrategy",

@@ -127,7 +127,8 @@ class MixedPrecision(pl.Callback):
         if self._reduce_asked is not None and not isinstance(trainer.strategy, MeshStrategy):
             problems.append(
                 f"reduce_dtype={self._reduce_asked!r} needs a strategy of lightning_par, such as "
-                f"'hybrid3d', but the Trainer has {type(trainer.strategy).__name__}."
+                f"'hybrid3d', but the Trainer has {type(trainer.strategy).__name__}. Use such a "
+                "strategy, or leave reduce_dtype out."
             )
         if self.float8:
             problems += _float8_problems(self.float8, device)

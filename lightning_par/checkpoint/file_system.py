@@ -152,7 +152,12 @@ class UrlPath:
                     self.files.rm_file(self.key)
         # The new one counts already; the next save tries again.
         except OSError as error:
-            _log.warning("An earlier save to %s could not be removed: %s", self, error)
+            _log.warning(
+                "An earlier save to %s could not be removed (%s). The next save tries to "
+                "remove it again.",
+                self,
+                error,
+            )
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
@@ -218,11 +223,13 @@ def current_of(path: Place) -> Place:
         raise CheckpointError(
             "LP501",
             f"{path} cannot be reached ({error}). Check the path, and that this process may read "
-            "it; keys and endpoints of a URL are settings of fsspec.",
+            "it. For a URL, set the access keys and the endpoint in the settings of fsspec.",
         ) from error
     if not name or Path(name).name != name:
         raise CheckpointError(
-            "LP502", f"{path / CURRENT} does not hold the name of a folder. Use another checkpoint."
+            "LP502",
+            f"{path / CURRENT} is damaged: it does not contain the name of a folder. Use "
+            "another checkpoint.",
         )
     return path / name
 

@@ -178,8 +178,8 @@ class Index:
         if unknown:
             raise CheckpointError(
                 "LP502",
-                f"the index of the checkpoint is damaged: it lists the tied name {unknown[0]!r}, "
-                "but not the weight to which it is tied. Use another checkpoint.",
+                f"the index of the checkpoint is damaged: it lists {unknown[0]!r} as a tied "
+                "weight, but not the weight to which it is tied. Use another checkpoint.",
             )
         return index
 

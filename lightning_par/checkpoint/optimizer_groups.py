@@ -134,7 +134,8 @@ def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Stored
             "LP507",
             f"the parameter groups of the optimizer in the checkpoint have {counts} parameters, "
             f"but those of this run have {[len(group) for group in groups]}. Use the same "
-            "parameter groups, or load only the weights.",
+            "parameter groups, or load only the weights: "
+            "lightning_par.load_from_checkpoint(MyModule, path).",
         )
     numbers = number_names(groups)
     # A parameter without a gradient so far has no state, in torch as here.
@@ -209,5 +210,7 @@ def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> No
     if problems:
         text = "the optimizer in the checkpoint " + "; it ".join(problems)
         raise CheckpointError(
-            "LP507", f"{text}. Use the same parameter groups, or load only the weights."
+            "LP507",
+            f"{text}. Use the same parameter groups, or load only the weights: "
+            "lightning_par.load_from_checkpoint(MyModule, path).",
         )

@@ -242,7 +242,12 @@ class CheckpointSaver:
                 remove_path(path)
             # By rank 0 alone, and only room is lost: the other ranks train on.
             except OSError as error:
-                _log.warning("%s could not be removed: %s", path, error)
+                _log.warning(
+                    "The old checkpoint %s could not be removed: %s. The run continues; "
+                    "remove it yourself.",
+                    path,
+                    error,
+                )
 
     def _assign(self, part: Part) -> frozenset[Box]:
         """Return the boxes that this rank writes.

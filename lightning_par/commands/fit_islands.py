@@ -130,7 +130,7 @@ class Islands:
             return True
         said = f"signal {-status}" if status < 0 else f"status {status}"
         if not self._left[island]:
-            others = f"; {len(self._running)} go on without it" if self._running else ""
+            others = f"; {len(self._running)} continue without it" if self._running else ""
             _log.error("island %d has ended with %s%s", island, said, others)
             return False
         self._left[island] -= 1

@@ -31,8 +31,8 @@ def forecast(*, machine: Machine, fit: FitArguments) -> int:
         print(describe(found))
         if not fits:
             print(
-                f"does not fit: {found.memory.peak / 2**30:.1f} GiB on pipeline rank "
-                f"{found.memory.peak_rank}, of {run.planner.limit / 2**30:.1f}; lightning-par "
-                "search finds a layout that does."
+                f"does not fit: pipeline rank {found.memory.peak_rank} needs "
+                f"{found.memory.peak / 2**30:.1f} GiB, but {run.planner.limit / 2**30:.1f} GiB may "
+                "be used. lightning-par search finds a layout that fits."
             )
     return 0 if fits else 1

@@ -90,7 +90,7 @@ def search(
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
     if rest:
-        print(f"It leaves out what the command line said; give fit the same: {shlex.join(rest)}")
+        print(f"Pass the options of the command line to fit, too: {shlex.join(rest)}")
 
 
 def _read(config: str, length: int | None) -> dict[str, Any]:

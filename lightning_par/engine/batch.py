@@ -269,7 +269,9 @@ def batch_size(batch: Any) -> int:
     size = find_batch_dims(batch, BatchLayout()).size
     if size is None:
         raise ConfigurationError(
-            "LP301", "this batch has no tensor with a batch dim. Return one from the collate_fn."
+            "LP301",
+            "this batch has no tensor with a batch dim, so its number of samples is not "
+            "known. Return such a tensor from the collate_fn.",
         )
     return size
 

@@ -175,7 +175,6 @@ def _check_packing(batch: Any) -> None:
         raise ConfigurationError(
             "LP305",
             "position_ids of this batch do not always increase by 1 inside a row, so transformers "
-            "takes the row for several documents. Context parallelism cannot divide such rows for "
-            "models of Hugging Face. "
-            "Use context_parallel_size=1, or put one document in each row.",
+            "treats the row as several documents. Context parallelism cannot divide such rows for "
+            "models of Hugging Face. Use context_parallel_size=1, or put one document in each row.",
         )

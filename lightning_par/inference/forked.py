@@ -68,7 +68,7 @@ def run_forked(function: Callable[[], _T]) -> _T:
             raise ForkError(f"this took more than {_LIMIT:.0f} s")
         succeeded, value = pickle.loads(receiver.recv_bytes())
     except EOFError:
-        raise ForkError("the fork ended early") from None
+        raise ForkError("the forked process ended without a result") from None
     finally:
         receiver.close()
         # Also if it has answered: threads of the user's may go on in it.

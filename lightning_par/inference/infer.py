@@ -285,9 +285,10 @@ class _Styles:
                 blocks = [f"{container}." for container in self.cut.containers]
                 if not inside or any(b.startswith(dot) for b in blocks):
                     self.refusal = (
-                        f"The parameter {value.name} is read by the forward of {reader or 'it'} "
-                        "and not by the forward of its own module. Only that forward can compute "
-                        "with a shard of the parameter."
+                        f"The parameter {value.name} is read by the forward of "
+                        f"{reader or 'the model'} and not by the forward of its own module. A "
+                        "shard of a parameter can be used only in the forward of the module that "
+                        "owns the parameter."
                     )
                     return frozenset()
                 self._own_styles[reader] = "replicated_inside"

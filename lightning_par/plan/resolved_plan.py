@@ -125,7 +125,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         _match_patterns(dict.fromkeys(getattr(plan, kind), kind), list(modules), kind, problems)
     for fqn, names in divided.items():
         problems += [
-            f"divided= of the plan: {fqn} has no attribute {name!r} that is a whole number"
+            f"ParallelPlan(divided=...): {fqn} has no attribute {name!r} that is a whole number"
             + _nearest(name, [n for n, v in vars(modules[fqn]).items() if isinstance(v, int)])
             for name in names
             if not isinstance(getattr(modules[fqn], name, None), int)
@@ -137,7 +137,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         if not unknown and len({canonical[fqn] for fqn in group}) > 1:
             first, *others = group
             problems.append(
-                f"tied= of the plan: {' and '.join(group)} are different parameters of this "
+                f"ParallelPlan(tied=...): {' and '.join(group)} are different parameters of this "
                 f"model. Tie them ({others[-1]} = {first}), or remove them from tied=."
             )
     raise_problems(PlanError, "LP203", problems)

@@ -158,9 +158,9 @@ class Planner:
             raise MeshError(
                 "LP105",
                 f"no layout of {space.devices} devices can train this model with {space.samples} "
-                "samples a step. In a layout the samples have to be divisible by the replicas, the "
-                "heads by the tensor-parallel ranks, and each stage needs a block. Use another "
-                "number of samples or of nodes.",
+                "samples a step. In a layout, the number of replicas has to divide the number of "
+                "samples, tensor_parallel_size has to divide the number of heads, and each stage "
+                "needs a block. Use another number of samples or of nodes.",
             )
         # Checked by memory first: it costs microseconds, and leaves few layouts to time.
         fitting = list(self._fitting(every))

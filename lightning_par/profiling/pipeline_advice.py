@@ -54,7 +54,7 @@ def _on_split(found: PipelineSummary) -> str:
     stages = [stage for times in found.ranks for stage in times.stages]
     now = [count for _, count in sorted(zip(stages, now, strict=True))]
     if found.split is None:
-        return "The blocks could not be timed one by one, so that no other split is suggested."
+        return "The blocks could not be timed one by one, so no other split is suggested."
     best = list(found.split.stage_blocks)
     if best == now:
         return f"No other split of the blocks is predicted to be 5 % faster than this one, {now}."

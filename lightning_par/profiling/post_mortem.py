@@ -71,16 +71,19 @@ class PostMortem:
         """Yield what there is to say, the summary first."""
         yield self.summary
         if self.counted:
-            yield f"held by this rank, counted: {_rows(self.counted)}"
+            yield f"memory of this rank, counted: {_rows(self.counted)}"
         if self.forecast:
-            yield f"peak of such a step, forecast: {_rows(self.forecast)}"
+            yield f"predicted peak of this step: {_rows(self.forecast)}"
         elif self.unforeseen:
-            yield f"there is no forecast: {self.unforeseen}"
+            yield f"the peak of this step cannot be predicted: {self.unforeseen}"
         if self.changes:
             fit = "each fits by the forecast" if self.fits else "whether they fit is not known"
             yield f"use one of these changes; {fit}:"
         elif self.forecast:
-            yield "no change of this layout needs less there: use more devices, or a smaller model"
+            yield (
+                "no change of this layout reduces the memory of this rank: use more devices, or a "
+                "smaller model"
+            )
         yield from (f"  - {change}" for change in self.changes)
 
     def last_steps(self) -> Iterator[str]:
@@ -133,8 +136,8 @@ def read_post_mortems(folder: Path, refuse: Callable[[str], object] = bool) -> l
     if not paths:
         raise ConfigurationError(
             "LP809",
-            f"no rank has left a post_mortem.rank*.json in {folder}. A rank writes this file when "
-            "it runs out of memory, or when another rank does not answer. The file is in "
+            f"no rank has written a post_mortem.rank*.json to {folder}. A rank writes this file "
+            "when it runs out of memory, or when another rank does not answer. The file is in "
             "trainer.log_dir or, without a logger, next to the checkpoints. Pass that folder. A "
             "run that has neither a logger nor checkpoints, or whose folder is a URL, writes no "
             "such file.",

@@ -172,7 +172,7 @@ class MeshOptions:
         elif schedule not in (free := [name for name, row in SCHEDULES.items() if row.chosen]):
             problems.append(
                 f"virtual_pipeline_size={virtual} needs schedule={either(list(map(repr, free)))}; "
-                f"schedule={schedule!r} itself determines how many stages a rank holds."
+                f"schedule={schedule!r} has a fixed number of stages on each rank."
             )
         return problems
 

@@ -114,7 +114,7 @@ OPTIONS = {
     ),
     "size without hybrid": (
         {"ulysses_size": 2},
-        r"ulysses_size=2 needs method='hybrid'; method='ring' itself determines",
+        r"ulysses_size=2 needs method='hybrid': with method='ring' the number",
     ),
     "unknown backend": (
         {"attention_backend": "aten_cuda"},

@@ -180,7 +180,7 @@ def test_script_that_raises_on_one_rank_ends_everywhere(
     assert code != 0
     assert f"KeyError: 'no key on {failing}'" in text
     assert text.count("Traceback (most recent call last)") == 1
-    others = re.findall(r"rank (\d) \([^)]*\), in [^:\n]*, could not go on", text)
+    others = re.findall(r"rank (\d) \([^)]*\), in [^:\n]*, cannot continue", text)
     assert others == ([] if failing == 0 else ["0"]), text
     assert "waited here" not in text, "stacks of a rank that is not the cause"
 
@@ -196,7 +196,7 @@ def test_killed_process_ends_the_script_everywhere(
     command = plainly(tmp_path, devices=devices, failing=failing, how="kill")
     ((code, text),) = run(tmp_path, command)
     assert code != 0
-    assert f"rank {failing} ({place}) is gone, in start of the batch, step 1. Its process" in text
+    assert f"rank {failing} ({place}) has died, in start of the batch, step 1. Its process" in text
     assert "Restart from the last checkpoint (ckpt_path='last')." in text
 
 

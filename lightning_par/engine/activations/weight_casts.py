@@ -143,9 +143,9 @@ def _unpack(unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
     if count_of_changes(local) != saved.changes:
         raise ConfigurationError(
             "LP422",
-            "a step in mixed precision has used a weight of shape "
-            f"{tuple(saved.parameter.shape)}, and has changed it in place before its backward. "
-            "Under a pipeline or zero_stage=3 the backward casts the weight once more, and would "
-            "meet the changed one. Change weights in on_train_batch_end.",
+            f"a step in mixed precision changed a weight of shape {tuple(saved.parameter.shape)} "
+            "in place between the forward that used it and the backward. Under a pipeline or "
+            "zero_stage=3 the backward casts the weight to 16 bits again, and would compute with "
+            "the changed values. Change weights in on_train_batch_end.",
         )
     return local.to(saved.dtype).as_strided(*saved.view)

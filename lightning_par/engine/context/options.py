@@ -59,8 +59,8 @@ class ContextOptions:
                 )
         elif size is not None:
             problems.append(
-                f"ulysses_size={size!r} needs method='hybrid'; method={self.method!r} itself "
-                "determines how many ranks exchange heads."
+                f"ulysses_size={size!r} needs method='hybrid': with method={self.method!r} the "
+                "number of ranks that exchange heads is fixed."
             )
         raise_problems(ConfigurationError, "LP902", problems)
 

@@ -212,8 +212,8 @@ class RingSchedule:
             if min(self.window) < 0:
                 raise ConfigurationError(
                     "LP305",
-                    f"window={self.window} must be two numbers of tokens, to the left and to the "
-                    "right, of at least 0.",
+                    f"window={self.window} must be two numbers of 0 or more: how many tokens to "
+                    "the left and to the right a token attends to.",
                 )
             left, right = self.window[0], 0 if self.causal else self.window[1]
             farthest = max(b - a for a, b in pairwise(bounds)) - 1

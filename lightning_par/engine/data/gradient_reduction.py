@@ -118,10 +118,10 @@ class _Bucket:
         self.is_in_parts = True
         if self._message is not None:
             raise RuntimeError(
-                "a backward has added to the gradient of a weight that was sent to the other "
-                "replicas already, as the backwards before gave it at once. A checkpoint with "
-                "use_reentrant=True around modules that share the weight does so: pass "
-                "use_reentrant=False to it."
+                "a backward added to the gradient of a weight after this gradient had been sent to "
+                "the other replicas. In the steps before, the backward computed this gradient in "
+                "one part. The cause may be torch.utils.checkpoint with use_reentrant=True around "
+                "modules that share the weight: pass use_reentrant=False to it."
             )
 
     def send(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:

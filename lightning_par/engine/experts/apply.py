@@ -174,8 +174,9 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
             counts[count, parts] = f"{name}.{key}"
             if sorts_tokens(module) and count != module.num_experts:
                 problems.append(
-                    f"{asked}: {name}.{key} is one weight for all experts, whose gradient is not "
-                    "summed over the ranks that divide them. Use expert_parallel_size=1."
+                    f"{asked}: {name}.{key} is one weight that all experts share. Its gradient "
+                    "would have to be summed over the ranks that divide the experts, which is not "
+                    "supported. Use expert_parallel_size=1."
                 )
     problems += [
         f"{asked}: {name} has {count} experts in dim 0, not divisible by {sizes.expert * parts}. "

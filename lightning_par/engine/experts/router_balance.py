@@ -184,11 +184,11 @@ def _over_replicas(total: Tensor, step: _Step, group: dist.ProcessGroup) -> Tens
     if total.requires_grad and float(total[-1].detach()):
         raise PlanError(
             "LP211",
-            "no label of a replica's batch counts: all are the ignored value. The model adds a "
-            "loss that balances experts (output_router_logits=True), and the part of its gradient "
-            "from this replica would be lost. Leave out samples without labels, or set "
-            "output_router_logits=False in the configuration of the model, or use "
-            "data_parallel_size=1.",
+            "all labels in the batch of one replica have the ignored value (ignore_index), so this "
+            "batch has the weight 0 in the loss. The model also adds a loss that balances experts "
+            "(output_router_logits=True), and the gradient of this loss from this replica would be "
+            "lost. Leave out samples without labels, or set output_router_logits=False in the "
+            "configuration of the model, or use data_parallel_size=1.",
         )
     return total[:-1]
 

@@ -304,9 +304,9 @@ class HostOptimizer:
         if missing:
             raise CheckpointError(
                 "LP507",
-                f"the optimizer of the checkpoint was not Adam: its states lack "
+                "the optimizer of the checkpoint was not Adam: its states lack "
                 f"{', '.join(missing)}. Use that optimizer without offloading, or load only the "
-                "weights.",
+                "weights: lightning_par.load_from_checkpoint(MyModule, path).",
             )
         for name, target in held.targets(states).items():
             if name in states:

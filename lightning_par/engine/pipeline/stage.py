@@ -334,9 +334,10 @@ class _AbsentTensor(Tensor):
             fqn = next(t._fqn for t in tree_leaves((args, kwargs)) if isinstance(t, _AbsentTensor))
             raise PipelineError(
                 "LP407",
-                f"{fqn} is on another pipeline stage than the code that uses it. To have it on "
-                "every stage, name the module in ParallelPlan(replicated=...). If it is in a "
-                "block, use it only in the forward of the block. Or use pipeline_parallel_size=1.",
+                f"{fqn} is on another pipeline stage than the code that uses it. To place this "
+                "module on every stage, name it in ParallelPlan(replicated=...). If the module is "
+                "in a block, use it only in the forward of this block. Or use "
+                "pipeline_parallel_size=1.",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -553,8 +554,8 @@ class GhostModule(_Shape):
         stage = self.__dict__["_stage"]
         if stage is not None and stage.passed_blocks:
             stage.problems.add(
-                f"{self.__dict__['_fqn']} is used after the blocks, but defined before them, and "
-                "so placed on the first pipeline stage. Name it in ParallelPlan(last=...), or in "
+                f"{self.__dict__['_fqn']} is used after the blocks, but defined before them, so it "
+                "is placed on the first pipeline stage. Name it in ParallelPlan(last=...), or in "
                 "replicated= if it is also used before them."
             )
         given, spec = tree_flatten((args, kwargs))

@@ -83,7 +83,7 @@ _CURES = {
     "is invalid for input": (
         "After 'colwise' layers a rank has only its share of the heads. Write view(b, t, "
         "self.heads, -1) with the attribute heads named in ParallelPlan(divided=...), and "
-        "reshape(b, t, -1) for the way back"
+        "reshape(b, t, -1) to join the heads again"
     ),
     "must match the size of tensor": (
         "Under sequence parallelism a rank has only its part of the tokens between blocks. Give a "
@@ -125,7 +125,7 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
             "LP207",
             f"{name or 'the step'} ({type(module).__name__}) changes its weight in place in its "
             "forward, as an embedding with max_norm does, but this rank may hold only a shard of "
-            "the weight. Change the weight in on_train_batch_end (instead of max_norm: "
+            "the weight. Change the weight in on_train_batch_end (to replace max_norm, by "
             "torch.renorm), or use tensor_parallel_size=1.",
         )
     if not _SIGNS.search(str(error)) or not any(isinstance(p, DTensor) for p in model.parameters()):
@@ -152,10 +152,11 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
     )
     return PlanError(
         "LP207",
-        f"{where} failed while it computed with shards of its weights or of its input: {said}. If "
-        "the same model runs on one process, the cause is the tensor styles of the layers: they "
-        "do not fit each other or the code of the forward. The styles are "
-        f"{_layers_around(model, name)}. {'. '.join(cures)}. Or use tensor_parallel_size=1.",
+        f"{where} failed while it computed with shards of its weights or of its input: "
+        f"{said}.\nWhy: if the same model runs on one process, the tensor styles of its layers do "
+        "not fit each other or the code of the forward. The layers are "
+        f"{_layers_around(model, name)}.\nWhat to write: {'. '.join(cures)}. Or use "
+        "tensor_parallel_size=1.",
     )
 
 

@@ -118,11 +118,12 @@ class BlockAttributes(StepAttributes):
         for fqn, name in sorted(set().union(*self._of_stages(old))):
             raise PlanError(
                 "LP409",
-                f"the code reads the attribute {name} of {fqn}, which has changed since the start "
-                "of the run, but another pipeline stage holds this block, and the value is an old "
-                f"one. If the block sets it when it runs, declare ParallelPlan(carried=({name!r},))"
-                ", or let the block return it with its output. If a hook sets it, keep it in an "
-                "attribute of the LightningModule. Or use pipeline_parallel_size=1.",
+                f"the code reads the attribute {name} of {fqn}. This block is on another pipeline "
+                "stage, which has changed the attribute since the start of the run, so this stage "
+                "has an old value. If the block sets it when it runs, declare "
+                f"ParallelPlan(carried=({name!r},)), or let the block return it with its output. "
+                "If a hook sets it, keep it in an attribute of the LightningModule. Or use "
+                "pipeline_parallel_size=1.",
             )
 
     def _warn_of_hooks(self, changed: Sequence[tuple[str, str]]) -> None:

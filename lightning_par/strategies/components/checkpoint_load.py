@@ -150,8 +150,8 @@ class CheckpointLoad:
             compression.load(kept)
         elif compression is not None and kept is not None:
             rank_zero_warn(
-                f"{ours['path']} was saved on a mesh of other sizes, so the gradient error that "
-                "compression had kept for later steps is not loaded."
+                f"{ours['path']} was saved on a mesh of other sizes, so its compression error "
+                "(error feedback) is not loaded."
             )
 
     def _verify(self, path: Place, *, optimizer: bool) -> CheckpointReader:

@@ -138,9 +138,10 @@ class CheckpointSave:
             ]
         if self._form == "file":
             return [
-                f"checkpoint_format='file' is not supported for the URL {place}: a store takes a "
-                "file from one process only, so rank 0 would need memory for all of it. Use "
-                "checkpoint_format='folder' or 'auto'; lightning-par export makes a file of it."
+                f"checkpoint_format='file' is not supported for the URL {place}: only one process "
+                "can write a file there, so rank 0 would need memory for the whole checkpoint. Use "
+                "checkpoint_format='folder' or 'auto'. To convert a folder to one file later, use "
+                "lightning-par export."
             ]
         return []
 
@@ -423,7 +424,12 @@ class CheckpointSave:
             if isinstance(place, UrlPath):
                 place.remove_saves()
         except OSError as error:  # the file is there, and only room is lost
-            _log.warning("An earlier save to %s could not be removed: %s", place, error)
+            _log.warning(
+                "An earlier save to %s could not be removed: %s. The run continues; "
+                "remove it yourself.",
+                place,
+                error,
+            )
 
     def remove(self, filepath: Any, checkpoint_io: CheckpointIO) -> None:
         """Remove a checkpoint; rank 0 does it."""

@@ -333,11 +333,11 @@ class StepWrites:
             called = ".".join(p if isinstance(p, str) else repr(p[0]) for p in path[1:])
             raise ConfigurationError(
                 "LP323",
-                f"the step calls self.logger.{called}(...) after the model. Under a pipeline this "
-                "code runs on the last stage, but rank 0 writes to the logger, and the arguments "
-                f"cannot be sent to rank 0: {error}. Pass numbers, text, arrays and tensors, "
-                "without functions, generators or open files in them. No weight was changed in "
-                "this step.",
+                f"the step calls self.logger.{called}(...) after the model call. Under a pipeline "
+                "this code runs on the last stage, but rank 0 writes to the logger, and the "
+                f"arguments cannot be sent to rank 0: {error}. Pass numbers, text, arrays and "
+                "tensors, without functions, generators or open files in them. No weight was "
+                "changed in this step.",
             ) from error
         self._calls.append(file.getvalue())
 

@@ -95,13 +95,12 @@ _DRAWS_IN_PLACE = _names(
     "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 )
 _CURE = (
-    "Every rank has to make the same calls in the same order, since each rank holds only a part "
-    "of the weights. Call a forward on every rank, outside of `if trainer.is_global_zero`, and "
-    "print or write its result on one rank. Two more calls belong on every rank: "
-    "trainer.strategy.full_parameter(name), which returns a whole weight, and "
-    "trainer.strategy.gather_state_dict(), which returns all weights on rank 0. A logger writes on "
-    "rank 0 only: first compute arrays on every rank (p.detach().numpy(), p.grad.numpy()). Loop "
-    "over module.named_parameters(), which has the same order on all ranks."
+    "Every rank has to make the same calls in the same order, since each rank holds only a part of "
+    "the weights. Call a forward on every rank, outside of `if trainer.is_global_zero`, and print "
+    "or write its result on one rank. The same holds for trainer.strategy.full_parameter(name) and "
+    "trainer.strategy.gather_state_dict(). A logger writes on rank 0 only: compute arrays on every "
+    "rank (p.detach().numpy(), p.grad.numpy()), and log them on rank 0. Loop over "
+    "module.named_parameters(), which has the same order on all ranks."
 )
 
 
@@ -385,7 +384,7 @@ class WholeView(TorchFunctionMode):
             if self._averages and name in _HOOKS and isinstance(args[0], nn.Parameter):
                 raise refused_hook(
                     f"{name}(...){user_line()} registers a hook on a weight. The hook would get "
-                    "the gradient of a part of the batch, before the ranks average theirs"
+                    "the gradient of a part of the batch, which is not averaged over the ranks yet"
                 )
             return func(*args, **kwargs)
         if name in _TELLS or (name == "__get__" and func not in (_DATA, _GRAD)):

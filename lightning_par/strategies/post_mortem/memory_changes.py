@@ -34,7 +34,7 @@ _SAMPLES = 2
 """Samples of the batch with which a step is traced."""
 _PIECES = 64
 """Into how many parts a batch is cut at most."""
-_NAMES = {"states": "optimizer states", "moment": "logits or the block at work"}
+_NAMES = {"states": "optimizer states", "moment": "logits, or the block that runs"}
 _STRONGER: dict[Recompute, tuple[Recompute, ...]] = {
     "none": ("selective", "full"),
     "selective": ("full",),

@@ -99,7 +99,9 @@ class MemoryWatch:
         try:
             write_post_mortem(found, Path(self.folder))
         except Exception as error:  # as without memory: whoever says why must still end
-            _logger.warning("why this rank ended cannot be written: %s", error)
+            _logger.warning(
+                "the reason why this rank ended could not be written to a file: %s", error
+            )
             return False
         return True
 
@@ -123,7 +125,9 @@ class MemoryWatch:
         try:
             found = _Death(short, trainer, activity, self).describe()
         except Exception as problem:  # as where not even this has memory: the error says it all
-            _logger.warning("it cannot be said what held the memory: %s", problem)
+            _logger.warning(
+                "what held the memory is not known, since counting it failed: %s", problem
+            )
             return None
         said = list(found.lines())
         if trainer.world_size > 1:
@@ -253,7 +257,7 @@ class _Death:
         if self._model is None or not hasattr(self._model.steps, "begun"):
             return None, "no training step had begun"
         if self._now.action in _EVALUATIONS:
-            return None, f"it is made for training steps, and this is a {self._now.action}"
+            return None, f"only training steps can be predicted, and this is a {self._now.action}"
         try:
             return forecast_step(self._error, self._model, self._strategy.options, self._device), ""
         except Exception as problem:  # of a model that the planner cannot read, or short of memory
@@ -306,7 +310,9 @@ class _Death:
     def _changes_of_saving(self) -> Iterator[Change]:
         options = self._strategy.options
         if options.async_save:
-            yield Change(write="async_save=False", note="No copy is then kept while it is written")
+            yield Change(
+                write="async_save=False", note="The run then holds no copy of the checkpoint"
+            )
         if options.checkpoint_format != "folder":
             note = "Each rank then writes its own part"
             yield Change(write='checkpoint_format="folder"', note=note)

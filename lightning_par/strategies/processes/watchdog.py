@@ -207,9 +207,9 @@ class RankWatch:
         self._keep(said)
         if causes.dead and hook:
             said += (
-                f" Another possible cause: in {hook} this rank and that rank called different "
-                "collectives, which ends a process that uses gloo. Move calls that communicate "
-                "out of `if trainer.is_global_zero` there, so that every rank makes them."
+                f" Another possible cause: in {hook} the two ranks called different collectives, "
+                f"which can end a process that uses gloo. In {hook}, move calls that communicate "
+                "out of `if trainer.is_global_zero`, so that every rank makes them."
             )
         error.add_note(said)
         if causes.failed and not causes.dead:
@@ -261,7 +261,7 @@ class RankWatch:
             if mine.status is not RankStatus.RUNNING:
                 # It is on its way; what Lightning and callbacks do there may take a while.
                 if now - mine.when > max(_LEAVE, self._timeout.total_seconds()):
-                    text = "%s had %s, and has not ended since. It waits here:"
+                    text = "%s raised %s, but its process has not ended since. It waits here:"
                     _logger.critical(text, self._name(mine), mine.fault)
                     faulthandler.dump_traceback(all_threads=True)
                     _leave()
@@ -287,11 +287,10 @@ class RankWatch:
             told = PipelineError(
                 "LP713",
                 "the ranks wait for each other in different places, so none can continue: "
-                f"{_few(waits)}. A call that communicates must be made by every rank, and not "
-                "inside `if trainer.is_global_zero` or after a decision that differs between "
-                "ranks. Such calls are a forward of the model, save_checkpoint, all_gather and "
-                "log(..., sync_dist=True). On rank 0 only print or write files. Let all ranks "
-                "make the same decision, such as should_stop, by "
+                f"{_few(waits)}. Every rank has to make each call that communicates: a forward of "
+                "the model, save_checkpoint, all_gather, log(..., sync_dist=True). Move such calls "
+                "out of `if trainer.is_global_zero`; print or write files there only. Let all "
+                "ranks make the same decision, such as should_stop, by "
                 "trainer.strategy.broadcast(value) or "
                 "trainer.strategy.reduce_boolean_decision(value, all=False).",
             )
@@ -340,7 +339,7 @@ class RankWatch:
         waiting = [(now - s.activity.since, s) for s in running]
         ended = [s for s in states if s.status is RankStatus.ENDED]
         return Causes(
-            dead=[f"{self._name(s)} is gone, in {s.activity}" for s in states if s.is_dead],
+            dead=[f"{self._name(s)} has died, in {s.activity}" for s in states if s.is_dead],
             failed=[f"{self._name(s)} raised {s.fault} in {s.activity}" for s in failed],
             stopped=[self._say_unresponsive(s, t) for t, s in waiting if s.is_stopped],
             waiting=[(t, self._say_unresponsive(s, t)) for t, s in waiting if not s.is_stopped],
@@ -358,7 +357,7 @@ class RankWatch:
     def _describe(self, causes: Causes) -> str:
         """Say which rank or host is the cause, what it was doing, and what to do."""
         own = self._mine()
-        return f"{self._name(own)}, in {own.activity}, could not go on: {self._say(causes)}"
+        return f"{self._name(own)}, in {own.activity}, cannot continue: {self._say(causes)}"
 
     def _say(self, causes: Causes) -> str:
         if causes.dead:

@@ -150,29 +150,29 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
         cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
         cures += ["data_parallel_size=1"] * (sizes.data > 1)
         yield (
-            f"{' and '.join(cures)}. If the difference is gone with that, the losses of the parts "
-            "of a batch are weighted wrongly. Declare over what the loss is a mean: "
-            "BatchLayout(labels=...) or BatchLayout(loss_weight=...). Keep "
-            f"{' and '.join(cures)} if the loss compares samples with each other, if a batch "
-            "entry has no batch dim, or if blocks store values in attributes or hooks."
+            f"{' and '.join(cures)}. If this removes the difference, the losses of the parts of a "
+            "batch are weighted wrongly. Declare what the loss is a mean over: "
+            f"BatchLayout(labels=...) or BatchLayout(loss_weight=...). Keep {' and '.join(cures)} "
+            "if the loss compares samples with each other, if a batch entry has no batch dim, or "
+            "if blocks store values in attributes or hooks."
         )
     if sizes.context > 1:
         yield (
-            "context_parallel_size=1. If the difference is gone with that, some code needs tokens "
-            "of other ranks. Such code computes positions that the plan does not name "
-            "(ParallelPlan(positions=...)), computes a mask in a block, or combines tokens "
-            "without attention (a convolution, a state-space layer)."
+            "context_parallel_size=1. If this removes the difference, some code needs tokens of "
+            "other ranks. Such code computes positions that the plan does not name "
+            "(ParallelPlan(positions=...)), computes a mask in a block, or combines tokens without "
+            "attention (a convolution, a state-space layer)."
         )
     if sizes.tensor > 1:
         yield (
-            "sequence_parallel=False. If the difference is gone with that, some module pools over "
-            "tokens, but a rank holds only some tokens. If the difference stays, a "
-            "tensor-parallel style uses a shard as if it were the whole tensor, or omits or "
-            "repeats a sum over ranks. `lightning-par plan` prints the styles."
+            "sequence_parallel=False. If this removes the difference, some module pools over "
+            "tokens, but a rank holds only some tokens. If the difference stays, a tensor-parallel "
+            "style uses a shard as if it were the whole tensor, or omits or repeats a sum over "
+            "ranks. `lightning-par plan` prints the styles."
         )
     if difference.kind == "gradient":
         yield (
-            "to remove hooks on weights and modules (register_hook, register_full_backward_hook). "
+            "remove hooks on weights and modules (register_hook, register_full_backward_hook). "
             "Each rank calls them with its part of a tensor only."
         )
 
@@ -184,23 +184,23 @@ def _of_update(difference: Difference, found: Findings) -> Iterator[str]:
     if found.optimizers and difference.kind != "handed":
         names = ", ".join(kind.__name__ for kind in found.optimizers)
         yield (
-            f"torch.optim.SGD instead of {names}. If the difference is gone with that, {names} "
-            "updates an entry of a weight from other entries (a norm over all parameters, a whole "
-            "matrix, a line search), but a rank holds only some entries. Use an optimizer that "
-            "updates each entry from its own gradient and states."
+            f"torch.optim.SGD instead of {names}. If this removes the difference, {names} updates "
+            "an entry of a weight from other entries (a norm over all parameters, a whole matrix, "
+            "a line search), but a rank holds only some entries. Use an optimizer that updates "
+            "each entry from its own gradient and states."
         )
     if by:
         yield (
-            f"to remove {', '.join(by)}. If the difference is gone with that, this code reads or "
-            "changes gradients or weights, but a rank holds only a part of them. To clip "
-            "gradients, use Trainer(gradient_clip_val=...)."
+            f"remove {', '.join(by)}. If this removes the difference, this code reads or changes "
+            "gradients or weights, but a rank holds only a part of them. To clip gradients, use "
+            "Trainer(gradient_clip_val=...)."
         )
     if difference.kind == "handed":
         return
     yield (
-        "to print the learning rate and the other options of the optimizer. None of them may "
-        f"depend on the number of processes (here {found.sizes.world_size}), since all ranks "
-        "together train one model on one global batch."
+        "print the learning rate and the other options of the optimizer. None of them may depend "
+        f"on the number of processes (here {found.sizes.world_size}), since all ranks together "
+        "train one model on one global batch."
     )
 
 

@@ -129,7 +129,7 @@ class Judge:
         """
         if not self._has_valid_labels:
             raise CannotProveError(
-                "its batch has no label that counts, so the loss on one process is NaN"
+                "its batch has no valid label (all are ignored), so the loss on one process is NaN"
             )
         is_later = self.given.start.is_later
         feeds = all(g is not None for g in self.noted.gradients[-1:])
@@ -205,7 +205,10 @@ class Judge:
                 )
             # A number is a copy at every ZeRO stage, and mostly clamped, equally on all of them.
             elif name in held and held[name].ndim and self.model.mesh.sizes.data > 1:
-                why = "has a copy on every replica, which may write what its own samples give"
+                why = (
+                    "has a copy on every replica, and each replica may write a value of its own "
+                    "samples"
+                )
             else:
                 continue
             return (

@@ -51,7 +51,8 @@ def follow(error: VerificationError, trainer: pl.Trainer, policy: str) -> None:
         failed = from_first(_add(path, host) if dist.get_rank() == 0 else "")
         slurm = "" if "://" in path else f' (with SLURM --exclude="$(paste -sd, {path})")'
         error.add_note(
-            f"The host {host} could not be written to {path}: {failed} Leave it out by hand."
+            f"The host {host} could not be written to {path}: {failed} Start the run again without "
+            "this host, from the last checkpoint."
             if failed
             else f"{path} lists the host {host} from now on. Start the run again without it"
             f"{slurm}, from the last checkpoint."

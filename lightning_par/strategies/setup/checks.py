@@ -334,7 +334,7 @@ def _of_other_kinds(kinds: Mapping[str, str], sizes: ParallelSizes) -> str:
         f"{name}{more} of the class {kind}, a subclass of nn.Parameter. On {sizes} plain shards "
         "replace the parameters, so the subclass would be lost. To mark a weight, set an "
         "attribute, which the shards keep (parameter.no_decay = True). Keep packed or quantized "
-        "values and their scales in buffers (register_buffer), and train adapters besides them."
+        "values and their scales in buffers (register_buffer), and train separate adapter weights."
     )
 
 

@@ -57,8 +57,8 @@ def check_compiled(
         asked = "async_tensor_parallel=True needs"
         if options.compile_blocks is False:
             problems.append(
-                f"{asked} compile_blocks=True, since the compiler of torch divides the matrix "
-                "products."
+                f"{asked} compile_blocks=True, since torch.compile splits the matrix products into "
+                "parts that overlap with communication."
             )
         if given.get("backend", "inductor") != "inductor":
             problems.append(

@@ -127,9 +127,8 @@ class DividedLook:
             self._unsettled.add(key)
         elif found and not again:
             rank_zero_info(
-                f"{key[0]} runs on undivided sequences, and each of the "
-                f"{self._mesh.sizes.context} context-parallel ranks computes the same, since "
-                f"{next(iter(found.values()))}."
+                f"{key[0]} runs on undivided sequences, since {next(iter(found.values()))}. So "
+                f"each of the {self._mesh.sizes.context} context-parallel ranks computes the same."
             )
         return not found
 
@@ -173,7 +172,7 @@ class DividedLook:
             if failed:
                 return {"": f"it fails on divided sequences ({failed})"}
             if left:
-                return {"": f"it leaves values in {', '.join(left)}"}
+                return {"": f"it stores values in {', '.join(left)}"}
             if others != logged and not trains:
                 return {"": "the ranks log different values on divided sequences"}
         self._check_logs([(first, others) for _, _, others, first, _ in every])

@@ -57,7 +57,7 @@ __all__ = ["FirstLook"]
 
 _LOG = logging.getLogger(__name__)
 _DECLARE = (
-    "Declare over what the loss is a mean in ParallelPlan(batch=BatchLayout(loss_weight=...)): "
+    "Declare what the loss is a mean over in ParallelPlan(batch=BatchLayout(loss_weight=...)): "
     "'samples', 'labels', 'sum' for a sum, the name of the batch entry that holds the weights, or "
     "a function of the batch that returns its weight."
 )
@@ -523,8 +523,8 @@ class FirstLook:
         if trusted:
             source = "as declared"
         if weigher.alternatives:
-            rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
-            source = f"{source}; {rest} the samples equally so far"
+            rest = f"{len(others)} other rules fit" if len(others) > 1 else "another rule fits"
+            source = f"{source}; {rest} as well so far"
         self._decisions.add("loss", weigher.rule.name, source)
         self._form.confirms = Confirmed.of(weigher.rule, ratios.get(weigher.rule.name))
 
@@ -570,10 +570,10 @@ class FirstLook:
     def _warn_of_random(self) -> None:
         """Say that random numbers hide how the loss is made of those of its parts."""
         rank_zero_warn(
-            f"{type(self._module).__name__}.training_step draws random numbers that differ "
-            "between a batch and its parts (micro-batches, replicas). Comparing their losses "
-            "therefore does not show how the loss of a batch follows from the losses of its "
-            f"parts. The loss is assumed to be {self._weigher.rule.name}. {_DECLARE}"
+            f"{type(self._module).__name__}.training_step draws random numbers that differ between "
+            "a batch and its parts (micro-batches, replicas). So comparing their losses does not "
+            "show how to compute the loss of a batch from the losses of its parts. The loss is "
+            f"assumed to be {self._weigher.rule.name}. {_DECLARE}"
         )
 
     def _name_unsettled(self) -> None:

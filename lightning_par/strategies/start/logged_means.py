@@ -87,7 +87,7 @@ def judge_logs(
     means = {name for name, kind in by_name.items() if kind <= {SAME_KIND, MEAN_OF_SAMPLES}}
     weigher.by_samples |= {name for name in means if MEAN_OF_SAMPLES in by_name[name]}
     if named := ", ".join(sorted(weigher.by_samples)):
-        decisions.add("logs", f"{named} by samples, others as the loss")
+        decisions.add("logs", f"{named} weighted by samples, others like the loss")
     mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
     return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
 

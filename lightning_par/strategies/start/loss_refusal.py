@@ -45,7 +45,7 @@ def refusal_of_loss(
     cures = _cures(set(_names(step, kind, set())), dims, " and ".join(whole))
     lines = [
         f"{kind.__name__}.training_step{where} on {' and '.join(divided)}: the loss of a batch "
-        "does not follow from the losses of its parts.",
+        "cannot be computed from the losses of its parts.",
         "Why: the loss of a batch was compared with the losses of its parts. It is neither "
         f"{rule.name}, nor their sum, nor a mean over labels, so the gradients would differ from "
         "those of a run on one process.",
@@ -59,12 +59,12 @@ def refusal_of_loss(
 def refusal_of_uncounted(layout: BatchLayout) -> str:
     """Return what to say of batches of which nothing tells what they weigh in the loss."""
     return (
-        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch "
-        "dim, so how to weight the losses of the replicas is not known. Declare this in "
-        "BatchLayout, too: loss_weight='samples' if all batches have the same weight, "
-        "loss_weight='sum' if the losses are added, or loss_weight=lambda batch: ... with a "
-        "function that returns over how many samples or labels the loss of a batch is the mean. "
-        "No weight was changed."
+        f"BatchLayout(whole={layout.whole!r}) declares that no entry of the batch has a batch dim, "
+        "so how to weight the losses of the replicas is not known. Declare this in BatchLayout, "
+        "too: loss_weight='samples' if all batches have the same weight, loss_weight='sum' if the "
+        "losses are added, or loss_weight=lambda batch: ... with a function that returns the "
+        "number of samples or labels over which the loss of a batch is averaged. No weight was "
+        "changed."
     )
 
 

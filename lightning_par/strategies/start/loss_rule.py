@@ -149,7 +149,7 @@ def _lengths(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
     tokens = next((path for path, ndim in entries if ndim == 2), None)
     for path, ndim in entries:
         if path and ndim == 1:
-            name = f"the mean over as many tokens as {path!r} says"
+            name = f"the mean over the numbers of tokens in {path!r}"
             weigh, alike = partial(sum_of_entry, path), partial(_has_equal_rows, path)
             yield LossRule(
                 name=name, weigh=weigh, declare=f"loss_weight={path!r}", is_uniform=alike, path=path

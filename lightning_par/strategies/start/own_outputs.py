@@ -137,14 +137,13 @@ def check_left_values(seen: StepReport, sizes: ParallelSizes, *, follows: bool) 
         named = ", ".join(seen.leaves[:3]) or "attributes"
         raise ConfigurationError(
             "LP325",
-            "the loss of training_step depends on what an earlier training_step has left in "
-            f"attributes of the module ({named}).\n"
-            f"Why: on {sizes} each micro-batch and replica leaves there what it computes from its "
-            "own samples, so the next loss would differ from that of a run on one process.\n"
-            "What to write: log the number, self.log('x', x, sync_dist=True), and keep "
-            "trainer.callback_metrics['x'] in on_train_batch_end, where it is the value of the "
-            "whole batch; or use num_microbatches=1 and data_parallel_size=1.\n"
-            "No weight was changed.",
+            "the loss of training_step depends on values that an earlier training_step stored in "
+            f"attributes of the module ({named}).\nWhy: on {sizes} each micro-batch and replica "
+            "stores values of its own samples there, so the next loss would differ from that of a "
+            "run on one process.\nWhat to write: log the number by self.log('x', x, "
+            "sync_dist=True), and store trainer.callback_metrics['x'] in on_train_batch_end, where "
+            "it is the value of the whole batch; or use num_microbatches=1 and "
+            "data_parallel_size=1.\nNo weight was changed.",
         )
 
 

@@ -78,7 +78,7 @@ def _of_labels(
             continue
         taped = _variant(first.made, partial(_makes_labels, parts, calls))
         if taped is not None:
-            what = f"the labels != {first.ignored} that the step makes of"
+            what = f"the labels != {first.ignored} that the step computes from"
             yield LossRule(
                 name=f"the mean over {what} {_listed(taped, names)}",
                 weigh=partial(_weigh_made, taped, partial(_count_unlike, first.ignored)),
@@ -111,8 +111,8 @@ def _of_weights(
         taped = _variant(weights[0].made, partial(_makes_weights, parts, weights))
         if taped is not None and len({weight.chooses for weight in weights}) == 1:
             chooses = weights[0].chooses
-            what = "over the entries that the step chooses by" if chooses else "weighted by what"
-            what += "" if chooses else " the step makes of"
+            what = "weighted by a value that the step computes from"
+            what = "over the entries that the step selects by" if chooses else what
             number = f" ({index + 1})" * (len(seen.weights[0]) > 1)
             yield LossRule(
                 name=f"the mean {what} {_listed(taped, names)}{number}",

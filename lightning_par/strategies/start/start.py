@@ -92,7 +92,7 @@ class RunStart:
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
         if (mesh.sizes.pipeline > 1 or mesh.sizes.shares > 1) and gives_none_alone(module):
             code = "LP406" if mesh.sizes.pipeline > 1 else "LP318"
-            told = f"a step that gives None for its part of a batch ends the run ({code})"
+            told = f"a step that returns None for its part of a batch ends the run ({code})"
             decisions.add("batches left out", told)
         self.after_look: dict[int, Callable[[], None]] = {}
         weigher, has_values = steps.weigher, steps.world.has_values

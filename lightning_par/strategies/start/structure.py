@@ -110,9 +110,9 @@ def structure_kept(
 def _of_a_stage(fqn: str) -> ConfigurationError:
     return ConfigurationError(
         "LP329",
-        f"a hook makes {fqn} a parameter, with values of one pipeline stage. Each rank would have "
-        "it in a list of parameters, but only one stage has its values, and no checkpoint would "
-        "hold it. Keep the values as a tensor that is no parameter: self.reference = "
+        f"a hook adds the parameter {fqn}, which is made of a weight of one pipeline stage. The "
+        "other stages do not have its values, and checkpoints would not contain it. Store the "
+        "values as a tensor that is not a parameter: self.reference = "
         "self.net.head.weight.detach().clone().",
     )
 

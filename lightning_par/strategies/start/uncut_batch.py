@@ -70,7 +70,7 @@ def cure_of_uncut(batch: Any, microbatches: int, replicas: int) -> str:
         cure.append(
             f"declare ParallelPlan(batch=BatchLayout(whole={(*dims.dims, *dims.others)!r}, "
             "loss_weight=lambda batch: ...)), where the function returns the number of samples or "
-            "labels over which the loss of a batch is the mean"
+            "labels over which the loss of a batch is averaged"
         )
     return (
         "Write the step for any number of samples. If the batch dim of an entry is not dim 0, "

@@ -173,7 +173,7 @@ def declared_rule(layout: BatchLayout) -> LossRule:
         return SUM_OVER_SAMPLES
     if weight is None or weight == "labels":
         return LossRule(
-            name=f"the mean over the labels {layout.labels!r} that count",
+            name=f"the mean over the valid labels in {layout.labels!r}",
             weigh=partial(_valid, layout),
             declare="loss_weight='labels'",
         )

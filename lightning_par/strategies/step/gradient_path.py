@@ -460,8 +460,8 @@ class GradientPath:
             said.append(f"and {len(ranks) - _NAMED} more ranks")
         step = self._module.trainer.global_step
         return (
-            f"step {step}: the norm of the loss and the gradients is {float(norm)}, which is not "
-            f"finite: {'; '.join(said)}."
+            f"step {step}: the loss or a gradient is not finite (their norm is {float(norm)}): "
+            f"{'; '.join(said)}."
         )
 
 

@@ -483,8 +483,8 @@ class FormWatch:
             raise ConfigurationError(
                 "LP309",
                 "training_step: the loss applies a bound, an absolute value or a maximum to a "
-                "number that is made of all samples of a batch, such as clamp(loss.mean()). In "
-                "this batch, micro-batches or replicas are on different sides of the bound, so "
+                "number that is computed from all samples of a batch, such as clamp(loss.mean()). "
+                "In this batch, micro-batches or replicas are on different sides of the bound, so "
                 "that their losses do not add up to the loss of the batch. Apply the bound to the "
                 "loss of each sample, before the mean; or use num_microbatches=1 and "
                 "data_parallel_size=1. No weight was changed in this step.",
@@ -525,13 +525,12 @@ class FormWatch:
         if loses:
             raise ConfigurationError(
                 "LP309",
-                "training_step: in its first batches the loss was a mean over the labels or "
-                "samples that count. In this batch a micro-batch or replica has none that counts, "
-                "but its loss is not 0, since the step divides by a lower bound such as "
-                "max(count, 1). One process divides by the count of the whole batch. Use "
-                "num_microbatches=1 and data_parallel_size=1, or divide by the number of samples, "
-                "or give each micro-batch and replica a label that counts. No weight was changed "
-                "in this step.",
+                "training_step: in its first batches the loss was a mean over the valid labels or "
+                "samples. In this batch, a micro-batch or replica has no valid one, but its loss "
+                "is not 0: the step divides by a bound such as max(count, 1). A run on one process "
+                "divides by the count of the whole batch. Give each micro-batch and replica a "
+                "valid label, or divide by the number of samples, or use num_microbatches=1 and "
+                "data_parallel_size=1. No weight was changed in this step.",
             )
         if is_other:
             assert self.confirms is not None
@@ -542,8 +541,8 @@ class FormWatch:
                 "The loss of this batch is a mean over a different number of labels or samples. "
                 "Declare the ignored label in ParallelPlan(batch=BatchLayout(labels=..., "
                 "ignore_index=...)), or pass BatchLayout(loss_weight=...) a function of the batch "
-                "that returns over how many labels or samples the loss is the mean. No weight was "
-                "changed in this step.",
+                "that returns the number of labels or samples over which the loss is averaged. No "
+                "weight was changed in this step.",
             )
         if differs:
             self.look_at_padding()
@@ -552,10 +551,10 @@ class FormWatch:
         if takes_all:
             raise ConfigurationError(
                 "LP309",
-                "training_step: the loss chooses some samples of a batch by topk, but a "
-                "micro-batch or replica has so few samples that all of them are chosen. One "
-                "process chooses among all samples of the batch. Use num_microbatches=1 and "
-                "data_parallel_size=1, or choose in each sample by itself, such as its hardest "
-                "tokens. No weight was changed in this step.",
+                "training_step: the loss selects some samples of a batch by topk, but a "
+                "micro-batch or replica has so few samples that all of them are selected. A run on "
+                "one process selects from all samples of the batch. Use num_microbatches=1 and "
+                "data_parallel_size=1, or select within each sample, such as its hardest tokens. "
+                "No weight was changed in this step.",
             )
         return is_new or varies or differs

@@ -550,17 +550,17 @@ def _written(fqn: str) -> str:
 
 def _written_late(fqn: str) -> str:
     return (
-        f"the step writes to {fqn} through a tensor that it read before it called a part of the "
-        "model or an optimizer. A rank of a mesh holds a part of the weight, to which that write "
-        "no longer comes. Read the weight again, directly before the write."
+        f"the step writes to {fqn} through a tensor that it read before it called a module or an "
+        "optimizer. On a mesh this tensor is a copy, so the write does not change the weight. Read "
+        "the weight again directly before you write to it."
     )
 
 
 def _kept(name: str, attribute: str) -> str:
     return (
-        f"the attribute {attribute} keeps {name} as an earlier step has read it. Each step on this "
-        "mesh reads a new tensor, and a kept one has the values of its step. Keep the name, and "
-        f"read the weight in each step: dict(self.named_parameters())[{name!r}]."
+        f"the attribute {attribute} holds the weight {name}, which an earlier step has read. On "
+        "this mesh each step reads a new tensor, so the stored one has old values. Store the name "
+        f"instead, and read the weight in each step: dict(self.named_parameters())[{name!r}]."
     )
 
 

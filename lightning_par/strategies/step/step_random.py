@@ -64,9 +64,10 @@ class HookDraws:
         if not states_alike(before, collect_random_states(self._device)):
             rank_zero_warn(
                 f"{self._hooks} draws random numbers. Each of {self._replicas} replicas draws them "
-                "for its own samples, from generators in the same state. A run on one process "
-                "draws them for the whole batch. Draw in training_step, where each replica gets "
-                "the numbers of its own samples, or in the data set."
+                "for its own samples, from generators in the same state, so the numbers of the "
+                "replicas repeat. A run on one process draws different numbers for the whole "
+                "batch. Draw in training_step, where each replica gets the numbers of its own "
+                "samples, or in the data set."
             )
             self._hooks = ""
 
@@ -217,9 +218,10 @@ class StepRandom:
     def _complain(self) -> None:
         """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
         text = (
-            f"{self._name} drew no random numbers in the first step, but draws some now. The "
-            "random numbers {} equal to those of a run on one process. Let the step draw random "
-            "numbers from the first step on."
+            f"{self._name} drew no random numbers in the first step, but draws some now. How "
+            "random numbers are divided over the ranks is found in the first step, so these "
+            "numbers {} equal to those of a run on one process. Let the step draw random numbers "
+            "from the first step on."
         )
         if self._name == "training_step":
             raise ConfigurationError("LP311", text.format("would not be"))

@@ -50,7 +50,7 @@ def test_killed_rank_ends_every_process_and_is_named(fault: Fault, tmp_path: Pat
     place = PLACES[fault.rank]
     # A step takes about as long as the delay, hence the next one may have begun.
     step = rf"step ({fault.step}|{fault.step + 1}|{fault.step + 2}|{fault.step + 3})"
-    says = rf"could not go on: rank {fault.rank} \({place}\) is gone, in {ACTION}, {step}\."
+    says = rf"cannot continue: rank {fault.rank} \({place}\) has died, in {ACTION}, {step}\."
     assert len(run.blames(says)) == 3, run.logs
 
 
@@ -73,9 +73,9 @@ def test_a_rank_that_communicates_alone_ends_every_process_and_is_named(tmp_path
     says = (
         r"different places, .*: rank 0 \(.*\) in save \(runs.py:\d+\), from on_train_batch_start \("
     )
-    assert run.blames(rf"{says}.*; rank 1 \(.*\) in .*must be made by every rank.* LP713\]"), (
-        run.logs
-    )
+    assert run.blames(
+        rf"{says}.*; rank 1 \(.*\) in .*Every rank has to make each call.* LP713\]"
+    ), run.logs
 
 
 @pytest.mark.parametrize(

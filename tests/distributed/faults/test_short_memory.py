@@ -254,7 +254,10 @@ def test_one_of_several_ranks_traces_no_step_in_a_fork(tmp_path: Path) -> None:
     for rank, (said, found) in enumerate(zip(texts, read_post_mortems(tmp_path), strict=True)):
         assert found.rank == rank
         assert f"rank {rank} (dp_shard {rank}): {found.summary}" in said
-        assert "there is no forecast: the step of Frozen would have to be traced" in said
+        assert (
+            "the peak of this step cannot be predicted: the step of Frozen would have to be traced"
+            in said
+        )
 
 
 def test_others_are_told_before_a_rank_explains_what_held_its_memory(tmp_path: Path) -> None:

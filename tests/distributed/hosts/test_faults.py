@@ -40,7 +40,7 @@ def test_survivors_name_the_host_the_ranks_and_what_they_waited_for(
         for rank in (2 * host, 2 * host + 1):
             own = rf"rank {rank} \(pp {host}, tp {rank % 2}\) on host host{host}, in "
             did = r"(stage \d, [a-z' ]+ of micro-batch \d|[a-z_ ]+), step \d+"
-            why = rf"could not go on: host host{1 - host} \({OTHERS[host]}\) {SAID[name]}"
+            why = rf"cannot continue: host host{1 - host} \({OTHERS[host]}\) {SAID[name]}"
             found = re.findall(f"{own}{did}, {why}", run.said[rank])
             assert len(found) == 1, run.said[rank]
 

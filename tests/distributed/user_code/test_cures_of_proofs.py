@@ -20,7 +20,7 @@ CASES = CURES.cases
 
 
 @CASES.add(
-    refused={"pp2": r"(?s)To try: num_microbatches=1\. If the difference is gone.*explain LP801"},
+    refused={"pp2": r"(?s)To try: num_microbatches=1\. If this removes the.*explain LP801"},
     equal="pp2_one_microbatch",
 )
 def weights_that_no_entry_gives() -> Any:
@@ -28,7 +28,7 @@ def weights_that_no_entry_gives() -> Any:
 
 
 @CASES.add(
-    refused={"tp2": r"(?s)To try: sequence_parallel=False\. If the difference is.*explain LP801"},
+    refused={"tp2": r"(?s)To try: sequence_parallel=False\. If this removes.*explain LP801"},
     equal="tp2_whole_sequence",
 )
 def a_pool_over_tokens() -> Any:
@@ -57,7 +57,7 @@ def a_style_that_sums_no_gradient(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP801", r"To try: to remove hooks on weights and modules \(register_hook", "zero3")
+@CURES.add("LP801", r"To try: remove hooks on weights and modules \(register_hook", "zero3")
 def a_hook_that_sees_a_part_of_the_batch(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_train_start(self) -> None:
@@ -110,7 +110,7 @@ def an_optimizer_that_divides_by_a_norm(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP801", r"To try: to remove Module\.on_before_optimizer_step, .* is gone", "zero3")
+@CURES.add("LP801", r"To try: remove Module\.on_before_optimizer_step, .*this removes", "zero3")
 def a_hook_that_scales_parts_of_gradients(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -127,7 +127,9 @@ def a_parameter_that_is_tied(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP329", r"makes reference a parameter, with values of one pipeline stage", "pp2")
+@CURES.add(
+    "LP329", r"adds the parameter reference, which is made of a weight of one pipeline", "pp2"
+)
 def a_copy_of_a_weight_that_a_hook_keeps(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_train_start(self) -> None:

@@ -59,7 +59,7 @@ def norms_of_a_submodule(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP422",
-    r"weight of shape .* before its backward.*in on_train_batch_end",
+    r"weight of shape .* in place between the forward.*in on_train_batch_end",
     options={"trainer": {"precision": "bf16-mixed"}, "tolerance": 0.05},
 )
 def a_weight_that_a_step_scales(cured: bool) -> nn.Module:
@@ -420,7 +420,7 @@ def a_list_in_the_place_of_a_generator(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP325",
-    r"(?s)depends on what an earlier .*self\.kept.*and keep trainer\.callback_metrics",
+    r"(?s)depends on values that an earlier .*self\.kept.*and store trainer\.callback_metrics",
     "zero1pp2",
     options={"strategy": {"verify": False}},
 )

@@ -187,7 +187,7 @@ CAUGHT: dict[str, tuple[Any, str, str]] = {
         "pp2",
         "are equal.*update is 2 times .*learning rate",
     ),
-    "entries without a batch dim": (WeightedByList, "pp2", "Declare over what the loss is a mean"),
+    "entries without a batch dim": (WeightedByList, "pp2", "Declare what the loss is a mean over"),
     "pooling over shards": (Pools, "tp2", "To try: sequence_parallel=False"),
     "a style that sums nothing": (WrongStyle, "tp2", "net.norm the style .replicated."),
     "a hook on a gradient": (

@@ -379,7 +379,7 @@ def confident_samples_from_the_third_step_on() -> Any:
 
 @CASES.add(
     equal="pp2_one_microbatch",
-    refused={"pp2": "chooses some samples of a batch by topk.*Use num_microbatches=1"},
+    refused={"pp2": "selects some samples of a batch by topk.*Use num_microbatches=1"},
 )
 def hard_samples_above_a_threshold_or_the_hardest() -> Any:
     """Of the first batch all are hard."""

@@ -111,7 +111,7 @@ def _scaled_late(*, again: bool) -> Any:
 
 
 @CASES.add(
-    equal="zero3", refused={"tp2": r"net\.tokens\.weight through .* directly before the write"}
+    equal="zero3", refused={"tp2": r"net\.tokens\.weight through .* directly before you write"}
 )
 def a_table_that_the_step_scales_after_it_called_its_layer() -> Any:
     return _scaled_late(again=False)

@@ -160,7 +160,7 @@ def test_damage_is_found(url: UrlPath) -> None:
     file.unlink()
     assert find_problems(url) == [f"{file.name} is missing"]
     (url / CURRENT).write_bytes(b"../other")
-    with pytest.raises(CheckpointError, match=r"does not hold the name of a folder.*LP502"):
+    with pytest.raises(CheckpointError, match=r"does not contain the name of a folder.*LP502"):
         CheckpointReader(url)
 
 

@@ -242,7 +242,7 @@ def test_experts_are_named_and_a_weight_that_they_share_is_refused() -> None:
     with pytest.raises(PlanError, match=r"4 experts in dim 0, not divisible by 8. Use .*=1 or 2"):
         check_experts(model, resolved, wide)
     model.model.layers[0].mlp.experts.norm = nn.LayerNorm(24)
-    with pytest.raises(PlanError, match=r"experts.norm.weight is one weight for all experts"):
+    with pytest.raises(PlanError, match=r"experts.norm.weight is one weight that all experts"):
         check_experts(model, resolved, sizes)
 
 

@@ -75,7 +75,7 @@ def test_its_error_is_raised() -> None:
 
 
 def test_a_fork_that_ends_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ForkError, match="ended early"):
+    with pytest.raises(ForkError, match="ended without a result"):
         run_forked(lambda: os._exit(3))
     monkeypatch.setattr("lightning_par.inference.forked._LIMIT", 0.1)
     with pytest.raises(ForkError, match="took more than"):

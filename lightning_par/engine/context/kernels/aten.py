@@ -268,9 +268,9 @@ class AtenFlashKernel(AttentionKernel):
 
     def _refusal(self, dtype: torch.dtype, head_dim: int) -> str | None:
         if dtype not in _HALF:
-            return f"takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+            return f"supports bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
         if head_dim % 8 or head_dim > 256:
-            return f"takes head dims that are multiples of 8 up to 256, not {head_dim}"
+            return f"supports head dims that are multiples of 8 up to 256, not {head_dim}"
         return None
 
     def forward(
@@ -338,7 +338,7 @@ class AtenCudnnKernel(AtenFlashKernel):
         if torch.are_deterministic_algorithms_enabled():
             return "has no deterministic backward"
         if head_dim > 128:
-            return f"takes head dims up to 128, not {head_dim}"
+            return f"supports head dims up to 128, not {head_dim}"
         return super()._refusal(dtype, head_dim)
 
     def forward(
@@ -394,9 +394,9 @@ class AtenEfficientKernel(AttentionKernel):
 
     def _refusal(self, dtype: torch.dtype, head_dim: int) -> str | None:
         if dtype is torch.float64:
-            return "takes float32, bfloat16 and float16, not float64"
+            return "supports float32, bfloat16 and float16, not float64"
         if head_dim % 8:
-            return f"takes head dims that are multiples of 8, not {head_dim}"
+            return f"supports head dims that are multiples of 8, not {head_dim}"
         return None
 
     def forward(

@@ -93,5 +93,5 @@ def _refusal(name: str, query: Tensor, *, masked: bool) -> str | None:
         device=query.device, dtype=query.dtype, head_dim=query.shape[-1]
     )
     if refusal is None and masked and not kernel.takes_bias:
-        return "takes no mask of padded keys"
+        return "does not support a mask of padded keys"
     return refusal

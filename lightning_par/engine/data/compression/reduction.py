@@ -115,7 +115,8 @@ class CompressedGradients:
         if state["kind"] != self._kind():
             _warn(
                 "gradient compression or the trained parameters have changed since the checkpoint "
-                "was saved, so the gradient error that was kept for later steps is dropped."
+                "was saved, so the compression error (error feedback) of the earlier steps is "
+                "dropped."
             )
             return
         self._steps, self._scale = state["steps"], state["scale"]
@@ -141,8 +142,8 @@ class CompressedGradients:
             return
         if self._buckets:
             _warn(
-                "the trained parameters changed, so the gradient error that compression had kept "
-                "for later steps is dropped."
+                "the trained parameters have changed, so the compression error (error feedback) of "
+                "the earlier steps is dropped."
             )
             self._compressor = choose_compressor(self._options, self._group)
         self._buckets = fill_buckets(wanted)

@@ -93,17 +93,23 @@ class Channel:
             nonces = mine + bytes(self._read(32))
             # The server proves itself last: a stranger learns nothing that it could use
             # elsewhere.
-            _check(self._read(_MAC), _mac(key, b"client proof", nonces), "does not know the key")
+            _check(
+                self._read(_MAC),
+                _mac(key, b"client proof", nonces),
+                "the other side has a different key",
+            )
             self._write(_mac(key, b"server proof", nonces))
         else:
-            _check(self._read(len(_MAGIC)), _MAGIC, "is no server of islands")
+            _check(self._read(len(_MAGIC)), _MAGIC, "this is not a server of islands")
             nonces = bytes(self._read(32)) + mine
             self._write(mine + _mac(key, b"client proof", nonces))
             try:
                 proof = self._read(_MAC)
             except MessageError as error:
-                raise MessageError("closed the connection. Does it have the same key?") from error
-            _check(proof, _mac(key, b"server proof", nonces), "does not know the key")
+                raise MessageError(
+                    "the other side closed the connection, as it does if the keys differ"
+                ) from error
+            _check(proof, _mac(key, b"server proof", nonces), "the other side has a different key")
         # One for each direction, so that a message cannot be sent back to who sent it.
         keys = [_mac(key, b"from server", nonces), _mac(key, b"from client", nonces)]
         self._keys = keys if is_server else keys[::-1]
@@ -145,22 +151,28 @@ class Channel:
             OSError: The connection is lost, or the time is up.
         """
         lengths = self._read(_LENGTHS.size)
-        _check(self._read(_MAC), self._sign(1, lengths), "sent a forged or repeated message")
+        _check(
+            self._read(_MAC),
+            self._sign(1, lengths),
+            "the other side sent a forged or repeated message",
+        )
         header_length, length = _LENGTHS.unpack(lengths)
         # Checked although signed: the limit is what the state of the conversation allows.
         if header_length > _HEADER_LIMIT or length > limit:
             raise MessageError(
-                f"sent {header_length:,} + {length:,} bytes; at most {_HEADER_LIMIT:,} + {limit:,} "
-                "are allowed here."
+                f"the other side sent a header of {header_length:,} bytes and {length:,} bytes of "
+                f"data, but at most {_HEADER_LIMIT:,} and {limit:,} bytes are allowed"
             )
         text, payload = self._read(header_length), self._read(length)
-        _check(self._read(_MAC), self._sign(1, text, payload), "sent a forged message")
+        _check(
+            self._read(_MAC), self._sign(1, text, payload), "the other side sent a forged message"
+        )
         try:
             header = json.loads(text)
         except ValueError as error:
-            raise MessageError(f"sent a header that is no JSON: {error}") from error
+            raise MessageError(f"the other side sent a header that is not JSON: {error}") from error
         if not isinstance(header, dict):
-            raise MessageError("sent a header that is no JSON object.")
+            raise MessageError("the other side sent a header that is not a JSON object")
         return header, memoryview(payload)
 
     def is_quiet(self) -> bool:
@@ -204,7 +216,9 @@ class Channel:
             self._set_remaining_time()
             got = self._socket.recv_into(view[done : done + _CHUNK])
             if not got:
-                raise MessageError(f"left after {done} of {count} bytes.")
+                raise MessageError(
+                    f"the other side closed the connection after {done} of {count} bytes"
+                )
             done += got
         self.received += count
         return data
@@ -213,7 +227,7 @@ class Channel:
         if self._deadline is not None:
             remaining = self._deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError("the other side was silent for too long.")
+                raise TimeoutError("the other side did not answer in time")
             self._socket.settimeout(remaining)
 
 
@@ -227,7 +241,7 @@ def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
 def _check(found: bytes | bytearray, wanted: bytes, text: str) -> None:
     # In constant time, as a comparison that stops early would tell how much was right.
     if not hmac.compare_digest(found, wanted):
-        raise MessageError(f"{text}.")
+        raise MessageError(text)
 
 
 def _keep_alive(connection: socket.socket) -> None:

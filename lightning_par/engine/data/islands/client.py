@@ -464,7 +464,7 @@ class IslandClient:
             answer, payload = channel.receive(self._limit())
         self._check(answer)
         if answer["op"] != "welcome":
-            raise MessageError(f"answered a hello with {answer['op']!r}.")
+            raise MessageError(f"the server answered {answer['op']!r}, not 'welcome'")
         return answer, payload
 
     def _check(self, answer: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ class Meeting:
         self._rounds: list[_Round] = []
         if self._weights is not None:
             self._rounds = [_Round() for _ in self._weights.fragments]
-            _log.info("goes on at step %d", self._weights.step)
+            _log.info("the server continues from its saved state at step %d", self._weights.step)
 
     @property
     def weights(self) -> SharedWeights | None:
@@ -185,10 +185,10 @@ class Meeting:
             assert held is not None
             known = held.exact.get(region.name)
             found = None if known is None else (tuple(known.shape), known.dtype)
-            if found != (region.shape, region.torch_dtype):
+            if found != (own := (region.shape, region.torch_dtype)):
                 raise RefusalError(
-                    f"{region.name} is {region.shape} in {region.dtype}, but the model on the "
-                    f"server has {'no parameter' if found is None else found} of that name."
+                    f"the parameter {region.name} has the shape and dtype {own} on this island, "
+                    f"but on the server {found or 'it does not exist'}."
                 )
             if region.trains != (region.name not in held.frozen):
                 raise RefusalError(f"{region.name} is trained on some islands, frozen on others.")
@@ -226,13 +226,13 @@ class Meeting:
                 self._forget_place(member.hello.island)
                 member.ask().set_result(({"op": "bye"}, b""))
         else:
-            raise MessageError(f"sent {kind!r}, which makes no sense now.")
+            raise MessageError(f"the message {kind!r} is not expected now")
 
     def _take_seed(self, member: Member, header: Mapping[str, Any], payload: memoryview) -> None:
         try:
             step = number(header["step"])
         except (KeyError, ValueError) as error:
-            raise MessageError(f"sent an impossible model: {error!r}.") from error
+            raise MessageError(f"the model in the message is not valid: {error!r}") from error
         sent = [region for region in member.hello.regions if region.sends]
         values = read_regions(payload, sent, "none", alone=True)
         with self._lock:
@@ -254,7 +254,7 @@ class Meeting:
             given[region.name] += values.numel()
         missing = [name for name, tensor in tensors.items() if given[name] != tensor.numel()]
         if missing:
-            raise MessageError(f"sent {missing[0]} in part.")
+            raise MessageError(f"only a part of the weight {missing[0]} was sent")
         trained = [name for name in tensors if any(r.trains and r.name == name for r, _ in boxes)]
         assert self._outer is not None
         # A random era: versions of a server that lost its state mean nothing here.
@@ -327,7 +327,7 @@ class Meeting:
             era, version = header["base"]
             ticket = str(header["ticket"])
         except (KeyError, TypeError, ValueError) as error:
-            raise MessageError(f"sent an impossible movement: {error!r}.") from error
+            raise MessageError(f"the update in the message is not valid: {error!r}") from error
         sent = [r for r in hello.regions if r.sends and r.name in held.fragments[at].names]
         # Decoded before the lock is taken; a bad message is refused and changes nothing.
         values = read_regions(payload, sent, held.outer.quantize, alone=True)
@@ -360,8 +360,8 @@ class Meeting:
         del self._rounds[at].movements[island]
         for movement in ranks:
             if movement.answer.set_running_or_notify_cancel():
-                said = f"island {island} sent {sent:,} of {entries:,} entries of its update. Do "
-                said += "all islands have the same model, and the same servers in the same order?"
+                said = f"island {island} sent {sent:,} of {entries:,} entries of its update. All "
+                said += "islands need the same model, and the same servers in the same order."
                 movement.answer.set_exception(RefusalError(said))
 
     def _forget_place(self, island: int) -> None:

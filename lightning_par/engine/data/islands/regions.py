@@ -90,7 +90,7 @@ class Hello:
             MessageError: It is no hello, or one that cannot be.
         """
         if header.get("op") != "hello":
-            raise MessageError(f"began with {header.get('op')!r} in place of a hello.")
+            raise MessageError(f"the first message is {header.get('op')!r}, but has to be 'hello'")
         try:
             fields = {name: header[name] for name in cls.__dataclass_fields__}
             fields["regions"] = [_read_region(given) for given in header["regions"]]
@@ -104,7 +104,7 @@ class Hello:
                 fragment, ticket = fields["pending"]
                 fields["pending"] = number(fragment), str(ticket)
         except (KeyError, TypeError, ValueError) as error:
-            raise MessageError(f"sent an impossible hello: {error!r}.") from error
+            raise MessageError(f"the message 'hello' is not valid: {error!r}") from error
         return cls(**fields)
 
 
@@ -116,7 +116,8 @@ def number(value: object, least: int = 0, most: int | None = None) -> int:
     """
     # `type`, as True is an int.
     if type(value) is not int or value < least or (most is not None and value > most):
-        raise ValueError(f"{value!r} is no whole number from {least} to {most}")
+        end = "or more" if most is None else f"to {most}"
+        raise ValueError(f"{value!r} is not a whole number of {least} {end}")
     return value
 
 
@@ -125,7 +126,7 @@ def _read_region(given: Mapping[str, Any]) -> Region:
     region = Region(**{**given, **lists})
     ends = zip(region.offset, region.size, region.shape, strict=True)
     if any(low + size > whole for low, size, whole in ends) or region.dtype not in _DTYPES:
-        raise ValueError(f"{region} is no part of a parameter")
+        raise ValueError(f"{region} is not a part of a parameter")
     # Of the right type, and not merely true.
     if type(region.name) is not str or {type(region.sends), type(region.trains)} != {bool}:
         raise ValueError(f"{region} has a field of another type")
@@ -151,13 +152,15 @@ def read_regions(
         box, shape = (region.alone, region.size) if alone else (region.box, region.shape)
         length = coded_length(kind, box, shape, region.torch_dtype)
         if place + length > len(payload):
-            raise MessageError(f"sent {len(payload):,} bytes, too few for {region.name}.")
+            raise MessageError(
+                f"the message has {len(payload):,} bytes, which are too few for {region.name}"
+            )
         data = payload[place : place + length]
         found.append(decode(data, kind, box, shape, region.torch_dtype))
         # One NaN in a mean would spoil the weights of all islands.
         if not found[-1].isfinite().all():
-            raise MessageError(f"sent entries of {region.name} that are not finite.")
+            raise MessageError(f"the message has entries of {region.name} that are NaN or infinite")
         place += length
     if place != len(payload):
-        raise MessageError(f"sent {len(payload):,} bytes in place of {place:,}.")
+        raise MessageError(f"the message has {len(payload):,} bytes, but needs {place:,}")
     return found

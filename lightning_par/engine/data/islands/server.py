@@ -45,7 +45,10 @@ class _RefusalLog:
 
     def end_minute(self) -> None:
         if self._count > _LINES:
-            _log.warning("%d more were refused, without a line for each", self._count - _LINES)
+            _log.warning(
+                "%d more connections were refused in this minute; the log has no lines for them",
+                self._count - _LINES,
+            )
         self._began, self._count = time.monotonic(), 0
 
 
@@ -187,4 +190,7 @@ class IslandServer:
                 return member.answer.result(_LOOK)
             except TimeoutError:
                 if not channel.is_quiet():
-                    raise MessageError("left, or sent something before it was answered.") from None
+                    raise MessageError(
+                        "the other side closed the connection, or sent a message "
+                        "before the server had answered"
+                    ) from None

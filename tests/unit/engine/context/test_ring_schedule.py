@@ -196,5 +196,5 @@ def test_only_what_a_window_reaches_is_sent() -> None:
     both = RingSchedule(layout=layout, causal=False, window=(5, 2))
     assert [both.tokens_sent(m)[0] for m in range(4)] == [5, 7, 7, 2]
     assert RingSchedule(layout=layout, causal=True, window=(63, 0)).window is None
-    with pytest.raises(ConfigurationError, match="at least 0"):
+    with pytest.raises(ConfigurationError, match="two numbers of 0 or more"):
         RingSchedule(layout=layout, causal=True, window=(-1, 0))

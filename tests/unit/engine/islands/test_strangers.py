@@ -164,7 +164,7 @@ def test_strangers_change_nothing_and_leave_nothing(
     assert last[-1] - first[-1] < 1e6
     assert all(torch.equal(value, START[name] - 1) for name, value in weights.exact.items())
     said = [record.message for record in caplog.records]
-    more = [int(n) for s in said for n in re.findall(r"^(\d+) more were refused", s)]
+    more = [int(n) for s in said for n in re.findall(r"^(\d+) more connections were refused", s)]
     # And the connection that was recorded, which left without a word.
     assert len(said) - len(more) + sum(more) == 4 * (5 + count) + 1
     assert max(map(len, said)) <= 500

@@ -57,7 +57,7 @@ def test_cure_to_which_the_step_points_is_first(make: Callable[[], Any], first: 
     dims = BatchDims(size=8, dims={"x": 0})
     text = refusal_of_loss(make(), MEAN_OVER_SAMPLES, dims, 4, 2)
     what, why, write, *cures, last = text.splitlines()
-    assert ": the loss of a batch does not follow from the losses of its parts" in what
+    assert ": the loss of a batch cannot be computed from the losses of its parts" in what
     assert f".training_step ({__file__}:" in what
     assert " on 4 micro-batches and 2 replicas: " in what
     assert why.startswith("Why: the loss of a batch was compared")
