@@ -43,6 +43,7 @@ __all__ = [
     "Scope",
     "data_of",
     "is_of_user",
+    "names_in_hooks",
     "outside_kept",
     "outside_scopes",
     "outside_state",
@@ -375,6 +376,14 @@ def is_of_user(module_name: str | None) -> bool:
         Path(getattr(module, "__file__", None) or "").parts
     )
     return not folders and not is_foreign(module.__name__)
+
+
+def names_in_hooks(module: nn.Module, trainer: pl.Trainer | None) -> set[str]:
+    """Return the names that hooks of the user's look up, those of the module and of callbacks."""
+    owners = [module, *(callbacks_of(trainer) if trainer is not None else ())]
+    kinds = {type(owner) for owner in owners if is_of_user(type(owner).__module__)}
+    hooks = (getattr(kind, name) for kind in kinds for name in dir(kind) if name.startswith("on_"))
+    return set[str]().union(*map(names_in, hooks))
 
 
 def _restore_class(kind: type, attributes: dict[str, Any]) -> None:

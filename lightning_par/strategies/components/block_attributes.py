@@ -17,7 +17,9 @@ from torchmetrics import Metric
 from lightning_par.engine.pipeline.side_effects import values_read
 from lightning_par.engine.pipeline.stage import MicroBatchState, Stage, StageStub
 from lightning_par.errors import PlanError
+from lightning_par.observe.outside import names_in_hooks
 from lightning_par.strategies.components.step_attributes import OF_LIGHTNING, StepAttributes
+from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["BlockAttributes"]
@@ -61,7 +63,8 @@ class BlockAttributes(StepAttributes):
         """Return the numbers, texts and tensors that modules of blocks keep under names that hooks
         look up.
         """
-        names = self.names_in_hooks() - OF_LIGHTNING
+        module: Any = self._module
+        names = names_in_hooks(module, trainer_of(module)) - OF_LIGHTNING
         return {
             (place, name): value
             for place, part in self._parts.items()

@@ -25,13 +25,18 @@ from torchmetrics import Metric
 from lightning_par.observe.contents import (
     copy_of,
     LEFT_ALONE,
-    names_in,
     refill,
     restore_of,
     stayed,
     UNCHANGEABLE,
 )
-from lightning_par.observe.outside import is_of_user, outside_scopes, Scope, scopes_of_run
+from lightning_par.observe.outside import (
+    is_of_user,
+    names_in_hooks,
+    outside_scopes,
+    Scope,
+    scopes_of_run,
+)
 from lightning_par.strategies.components.sendable import is_data, is_object, NAMESPACES, sendable
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
@@ -48,7 +53,6 @@ __all__ = [
 
 OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 """Attributes that every LightningModule has."""
-
 
 _SETTINGS = (bool, int, float, tuple)
 """Types of those entries of a parameter group, and attributes of a Trainer, that a step may set."""
@@ -208,18 +212,9 @@ class StepAttributes:
         # The outputs of an epoch are let go when the user's code lets them go.
         self._before = {}
 
-    def names_in_hooks(self) -> set[str]:
-        """Return the names that the code of the user's hooks looks up."""
-        trainer = _trainer_of(self._module)
-        callbacks = trainer.callbacks if trainer is not None else []  # type: ignore[attr-defined]
-        owners = (each for each in (self._module, *callbacks) if is_of_user(type(each).__module__))
-        named = ((owner, name) for owner in owners for name in dir(type(owner)))
-        hooks = (getattr(owner, name) for owner, name in named if name.startswith("on_"))
-        return set[str]().union(*map(names_in, hooks))
-
     def _warn(self, places: set[tuple[str, str]]) -> None:
         """Name what other stages lack, if a hook reads it."""
-        names = self.names_in_hooks()
+        names = names_in_hooks(self._module, self._trainer)
         read = [_spelled(*place) for place in sorted(places) if place[1] in names]
         if read:
             attributes = ", ".join(read)

@@ -63,8 +63,7 @@ class _FirstNames(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         fqn = f"{self._prefix}.{name}".removeprefix(".")
-        self[name] = self._of_all[fqn].name if fqn in self._of_all else fqn
-        return self[name]
+        return self.setdefault(name, self._of_all[fqn].name if fqn in self._of_all else fqn)
 
 
 class _ModesOfStages:
