@@ -270,8 +270,8 @@ STEPS = {
         options={**TP, "sequence_parallel": False},
         ranks=True,
         module=with_tensor({"blocks.*.mlp.0": "replicated"}),
-        says=r"model\.blocks\.0\.mlp\.2 \(Linear\) failed while .*do not fit each other.*"
-        r"model\.blocks\.0\.mlp\.0 \(whole\), model\.blocks\.0\.mlp\.2 \(divided\)\. "
+        says=r"(?s)model\.blocks\.0\.mlp\.2 \(Linear\) failed while .*do not fit each other.*"
+        r"model\.blocks\.0\.mlp\.0 \(whole\), model\.blocks\.0\.mlp\.2 \(divided\)\."
         r".*'vocab_head' is for .*\. Give a layer",
     ),
     "batch entry that is absent": Case(

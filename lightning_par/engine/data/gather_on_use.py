@@ -114,7 +114,9 @@ class GatherOnUse:
                 # Blocks have places of their own, which are updated when they compute.
                 below = (m for m in module.modules() if owners[m] is root)
                 self._places[id(module)] = [place for m in below for place in own[m]]
-            if module is not root and (unit is root or id(module) == id(unit)):
+            # Not one without parameters, as a metric, which is copied while a run goes on.
+            gathers = module is not root and next(module.parameters(), None) is not None
+            if gathers and (unit is root or id(module) == id(unit)):
                 # Before FSDP2's own hook, which gathers with the flags that it finds.
                 module.register_forward_pre_hook(self._enter, prepend=True)
 

@@ -310,6 +310,38 @@ def test_a_metric_that_depends_on_how_a_batch_is_cut_is_named(layout: str) -> No
     assert (layout == "zero1") == any("validation_step" in text for text in told)
 
 
+class Manual(PlainModule):
+    """Optimizes by itself, and calls a metric in its step."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = MulticlassF1Score(64, average="macro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        logits = self.net(tokens).flatten(0, 1)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(logits, labels.flatten()))
+        optimizer.step()
+        self.f1(logits, labels.flatten())
+        self.log("f1", self.f1, on_step=False, on_epoch=True)
+
+
+def _manual() -> Any:
+    return Manual().double(), token_pairs()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero1", "zero3"])
+def test_a_manual_step_calls_a_metric(layout: str) -> None:
+    ((_, found, *_),) = run_ranks(_train, 1, None, _manual)
+    assert "f1" in found
+    for _, got, *_ in run_ranks(_train, 2, layout, _manual, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+
+
 class Outside(Callback):
     """Has metrics of its own, which hooks update; the step updates some that are in a dict."""
 
