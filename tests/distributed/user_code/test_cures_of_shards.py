@@ -392,7 +392,7 @@ class Attention(nn.Module):
 
 @CURES.add(
     "LP207",
-    r"invalid for input.*heads named in ParallelPlan.divided=.*reshape.b, t, -1. for",
+    r"invalid for input.*heads named in ParallelPlan.divided=.*reshape.b, t, -1. to join",
     "tp2_whole_sequence",
     divided={"net.blocks.*.mlp": ("heads",)},
 )
