@@ -1,6 +1,7 @@
 """Every pipeline schedule computes what one process computes, at every ZeRO stage."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -71,6 +72,20 @@ def test_four_stages_and_recomputation_equal_one_process(schedule: str) -> None:
 )
 def test_replicas_equal_one_process(schedule: str, zero: int) -> None:
     check(schedule, 2, 4, dp=2, zero=zero, module={"recompute": zero == 3})
+
+
+MIXED = """
+0F0 0F1 0I0 0F2 0W0 0I1 0F3 0W1 0I2 0I3 0W2 0W3
+1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  # splits no backward
+"""
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_one_rank_may_split_backwards_and_another_not(zero: int, tmp_path: Path) -> None:
+    """With replicas: FSDP reduces in the backwards of the one, and at the end for the other."""
+    path = tmp_path / "mixed.txt"
+    path.write_text(MIXED)
+    check(str(path), 2, 4, dp=2, zero=zero)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
