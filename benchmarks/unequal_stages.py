@@ -28,7 +28,6 @@ RANKS, PIECES = 4, 8
 UNIT = 0.02
 UNITS = (0.5, 0.5, 1.5, 1.0, 2.0, 1.5, 0.5, 0.5)
 """Times of the eight blocks."""
-CHUNKED = ("interleaved", "zbv")
 
 
 class _Sleep(torch.autograd.Function):
@@ -65,7 +64,7 @@ def measure(arguments: Arguments) -> None:
     """Print a row for every schedule on rank 0."""
     torch.set_default_dtype(torch.float64)
     for name in sorted(SCHEDULES):
-        stages = RANKS * (2 if name in CHUNKED else 1)
+        stages = RANKS * SCHEDULES[name].stages_per_rank
         cuts = [i * len(UNITS) // stages for i in range(stages + 1)]
         model = build(block=SleepingBlock, blocks=len(UNITS))
         for block, units in zip(model.blocks, UNITS, strict=True):

@@ -105,8 +105,20 @@ def run(name: str) -> Simulation:
 
 
 def schedules_split() -> Figure:
-    figure, axes = canvas(10, 8.35, title="Four more schedules: 4 ranks, 8 micro-batches")
-    runs = {name: run(name) for name in ("interleaved", "zb-h1", "zb-h2", "zbv")}
+    names = ("interleaved", "zb-h1", "zb-h2", "zbv")
+    return draw_runs("Four more schedules: 4 ranks, 8 micro-batches", names)
+
+
+def schedules_several() -> Figure:
+    names = ("interleaved-zb", "dualpipev")
+    return draw_runs("Two more schedules with several stages: 4 ranks, 8 micro-batches", names)
+
+
+def draw_runs(title: str, names: Sequence[str]) -> Figure:
+    """The grid of every schedule, and what its ranks hold."""
+    keys_at = 0.7 + 1.85 * len(names)
+    figure, axes = canvas(10, keys_at + 0.25, title=title)
+    runs = {name: run(name) for name in names}
     unit = WIDE / max(simulation.makespan for simulation in runs.values())
     top = 0.85
     for name, simulation in runs.items():
@@ -124,11 +136,16 @@ def schedules_split() -> Figure:
         (4.0, GREEN, "gradients of weights"),
         (5.62, PALE[GREY], "idle"),
     )
-    draw_keys(axes, 8.1, keys)
-    box(axes, 6.25, 8.08, 0.2, 0.04, fill="black")
-    write(axes, 6.52, 8.1, "on the second stage of the rank, half as long", size=8)
+    draw_keys(axes, keys_at, keys)
+    box(axes, 6.25, keys_at - 0.02, 0.2, 0.04, fill="black")
+    write(axes, 6.52, keys_at, "on the second stage of the rank, half as long", size=8)
     return figure
 
 
 if __name__ == "__main__":
-    save({"schedules": schedules, "schedules_split": schedules_split}, __doc__)
+    pictures = {
+        "schedules": schedules,
+        "schedules_split": schedules_split,
+        "schedules_several": schedules_several,
+    }
+    save(pictures, __doc__)

@@ -27,10 +27,11 @@ def schedule(
     idle time (bubble), and the peak of micro-batches in flight per stage.
 
     Args:
-        schedule: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, or a file.
+        schedule: 1f1b, dualpipev, gpipe, interleaved, interleaved-zb, zb-h1, zb-h2, zbv, or a
+            file.
         stages: Pipeline ranks.
         microbatches: Micro-batches of a step.
-        virtual: Stages per rank, for interleaved (default: 2).
+        virtual: Stages per rank, for interleaved and interleaved-zb (default: 2).
         forward: Time of a forward of a rank.
         backward_input: Time of the gradient of the input of a rank.
         backward_weight: Time of the gradients of the weights of a rank.

@@ -116,12 +116,13 @@ def predict_memory(
 def peak_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
     """Return `MemoryPrediction.peak` from the few ranks that can have it.
 
-    Of ranks with as many blocks, the first holds most activations; the last one holds the logits.
+    Of ranks with as many blocks, that with the most micro-batches; the last one holds the logits.
     """
     made = _RankMemory(shape, layout, code)
-    # The first rank of each number of blocks: later ones hold fewer micro-batches in flight.
-    firsts = {count: rank for rank, count in reversed(list(enumerate(made.counts)))}
-    ranks = {0, layout.sizes.pipeline - 1, *firsts.values()}
+    # The rank of each number of blocks with the most micro-batches in flight: the last entry wins.
+    by_flight = sorted(range(len(made.counts)), key=lambda rank: made.flight[rank])
+    fullest = {made.counts[rank]: rank for rank in by_flight}
+    ranks = {0, layout.sizes.pipeline - 1, *fullest.values()}
     return max(sum(made.rank(r).values()) for r in ranks)
 
 

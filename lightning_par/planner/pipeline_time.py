@@ -151,7 +151,7 @@ def quick_pipeline(
         sum(t.backward for t in times) / p,
         sum(t.weight for t in times) / p,
     )
-    idle = SCHEDULES[layout.schedule].idle(mean.forward, mean.backward, mean.weight)
+    idle = SCHEDULES[layout.schedule].idle(mean.forward, mean.backward, mean.weight, p)
     idle = max(0.0, idle) / v
     # The way of one micro-batch, which few of them do not fill.
     later = sum(t.weight for t in times) if layout.splits_backward else 0.0

@@ -77,9 +77,9 @@ class MeshStrategy(ParallelStrategy):
         expert_max_rows: Rows of every part sent to experts, by padding; None: as many as chosen.
         zero_stage: What replicas shard: 0 nothing, 1 optimizer states, 2 + gradients, 3 + weights.
         num_microbatches: Of a replica's batch ("auto": 4 per pipeline rank, or one per sample).
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
-            or the path of one written by hand (`engine.pipeline.schedules.read_schedule`).
-        virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"interleaved-zb"``, ``"zb-h1"``,
+            ``"zb-h2"``, ``"zbv"``, ``"dualpipev"``, or the path of a file (`read_schedule`).
+        virtual_pipeline_size: Stages per rank of the interleaved schedules ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
         compile_blocks: `torch.compile` blocks, embeddings and head; a dict has its options.

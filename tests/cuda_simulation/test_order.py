@@ -23,8 +23,6 @@ from tests.support.ranks.api import run_ranks
 
 pytestmark = pytest.mark.skipif(not is_wanted(), reason="needs the simulated device")
 
-CHUNKED = ("interleaved", "zbv")
-
 
 def check(records: Any) -> None:
     for shared in (False, True):
@@ -43,7 +41,7 @@ def run_schedules(rank: int, world: int, cells: Any) -> Any:
     """What this rank asks for under each schedule and number of micro-batches."""
     found = []
     for name, count in cells:
-        stages = world * (2 if name in CHUNKED else 1)
+        stages = world * SCHEDULES[name].stages_per_rank
         bounds = tuple((round(i * 8 / stages), round((i + 1) * 8 / stages)) for i in range(stages))
         batch = {key: x.cuda() for key, x in data(3 * count - 1).items()}
         with record_requests() as requests:

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.dtensor import local_part
+from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.errors import LightningParError
 from tests.support.models.plain_language_model import blocks_of_plain_nets
 from tests.support.parity import own_parameters, quiet_trainer
@@ -109,7 +110,8 @@ class Case:
     def blocks_on(self, layout: str | None) -> int:
         """Return the blocks of a `PlainNet` on a layout: under some schedules a rank has two."""
         schedule = {**LAYOUTS[layout or "one"], **self.strategy}.get("schedule")
-        return 4 if schedule in ("interleaved", "zbv") else self.blocks
+        chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
+        return 2 * chunks if chunks > 1 else self.blocks
 
 
 class Cases:

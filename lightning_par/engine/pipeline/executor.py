@@ -320,8 +320,9 @@ class _Walk:
     def _backward(self, action: Action, flight: _InFlight, pending: PendingMessage | None) -> None:
         """Compute the gradients of what was received, and of the weights that do not wait."""
         stage, counts = self.stages[action.stage], True
-        # W actions of this micro-batch take what is collected here.
-        waits = self.gradients.is_used
+        # The W action of this micro-batch takes what is collected here. A whole backward computes
+        # all at once: FSDP may reduce at its end.
+        waits = self.gradients.is_used and action.kind is ActionKind.BACKWARD_INPUT
         collects = self.gradients.collect(flight.waiting) if waits else nullcontext()
         # Recomputation runs blocks again: the stage has to answer as in the forward.
         held = stage.hold(flight.state, in_backward=True)

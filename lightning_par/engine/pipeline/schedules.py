@@ -18,8 +18,20 @@ from lightning_par.engine.pipeline.actions import (
     parse_actions,
     Schedule,
 )
+from lightning_par.engine.pipeline.orders import (
+    alternate,
+    check_stages_per_rank,
+    order_rounds,
+)
 from lightning_par.engine.pipeline.simulator import validate_schedule
-from lightning_par.engine.pipeline.zero_bubble import check_counts, zb_h1, zb_h2, zbv
+from lightning_par.engine.pipeline.zero_bubble import (
+    dualpipev,
+    further_in_flight,
+    interleaved_zb,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from lightning_par.errors import either, raise_problems, ScheduleError
 
 __all__ = [
@@ -35,7 +47,7 @@ __all__ = [
     "splits_backward",
 ]
 
-_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+_F = ActionKind.FORWARD
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -58,12 +70,10 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         Huang et al. 2019, "GPipe", section 2.3. Ours takes the backwards in the order of the
         forwards, as torch's `ScheduleGPipe` does, not in reverse; the bubble is the same.
     """
-    check_counts("gpipe", num_ranks, num_microbatches)
-    rows = [
-        [Action(s, kind, i) for kind in (_F, _B) for i in range(num_microbatches)]
-        for s in range(num_ranks)
-    ]
-    return _one_stage_per_rank("gpipe", num_microbatches, rows)
+    # A warm-up of all forwards.
+    return order_rounds(
+        "gpipe", num_ranks, num_microbatches, lambda _, f, b: alternate(f, b, num_microbatches)
+    )
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -86,13 +96,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
         Megatron-LM", section 2.2.1 (PipeDream-Flush).
     """
-    check_counts("1f1b", num_ranks, num_microbatches)
-    rows = []
-    for s in range(num_ranks):
-        forwards = [Action(s, _F, i) for i in range(num_microbatches)]
-        backwards = [Action(s, _B, i) for i in range(num_microbatches)]
-        rows.append(_alternate(forwards, backwards, num_ranks - 1 - s))
-    return _one_stage_per_rank("1f1b", num_microbatches, rows)
+    return order_rounds(
+        "1f1b", num_ranks, num_microbatches, lambda s, f, b: alternate(f, b, num_ranks - 1 - s)
+    )
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
@@ -114,37 +120,15 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
         schedule of the next multiple and leaves out the micro-batches that are not there.
     """
     p, v = num_ranks, stages_per_rank
-    check_counts("interleaved", p, num_microbatches)
-    if v < 2:
-        raise ScheduleError(
-            "LP402",
-            "the schedule 'interleaved' needs 2 or more stages per rank, but "
-            f"stages_per_rank={v}. Use stages_per_rank=2 or more; for one stage per rank use "
-            "the schedule '1f1b'.",
-        )
-    # p micro-batches pass all chunks of a rank before the next p begin.
-    rounds = range(-(-num_microbatches // p))
-    rows = []
-    for rank in range(p):
-        forwards, backwards = (
-            [
-                Action(chunk * p + rank, kind, start * p + i)
-                for start in rounds
-                for chunk in chunks
-                for i in range(p)
-            ]
-            for kind, chunks in ((_F, range(v)), (_B, range(v)[::-1]))
-        )
+    check_stages_per_rank("interleaved", v, flat="1f1b")
+    return order_rounds(
+        "interleaved",
+        p,
+        num_microbatches,
         # The warm-up of Megatron-LM: 2 (p - 1 - rank) + (v - 1) p forwards before the first pair.
-        rows.append(_alternate(forwards, backwards, 2 * (p - 1 - rank) + (v - 1) * p))
-    whole = Schedule(
-        name="interleaved",
-        num_stages=p * v,
-        num_microbatches=len(rounds) * p,
-        actions=tuple(map(tuple, rows)),
-        rank_of_stage=tuple(range(p)) * v,
+        lambda rank, f, b: alternate(f, b, 2 * (p - 1 - rank) + (v - 1) * p),
+        stages_per_rank=v,
     )
-    return whole.first(num_microbatches)
 
 
 def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedule:
@@ -196,19 +180,18 @@ class ScheduleSpec:
             once, in parts of all its stages; m may be less. It is that of the simulator from 2 p
             micro-batches on.
         idle: Seconds that a rank waits for each of its p - 1 neighbors, from the forward, the
-            backward and the weights' part of it, of all stages of a rank; exact where stages are
-            equal, and m a multiple of p.
+            backward and the weights' part of it, of all stages of a rank, and p; exact where stages
+            are equal, and m a multiple of p.
         stages_per_rank: v, or the one that is meant where it is `chosen`.
         chosen: Whether the user chooses v. It needs rounds of p micro-batches: a stage is done with
             one long before its rank is.
-        searched: Whether a search for a layout tries it. GPipe and ZB-H2 hold too much.
+        searched: Whether a search for a layout tries it. GPipe and ZB-H2 hold too much;
+            DualPipeV waits longer than ZB-V.
     """
 
     build: Callable[..., Schedule]
     peak_in_flight: Callable[[int, int, int], float]
-    idle: Callable[[float, float, float], float] = lambda forward, backward, weight: (
-        forward + backward
-    )
+    idle: Callable[[float, float, float, int], float] = lambda f, b, w, p: f + b
     stages_per_rank: int = 1
     chosen: bool = False
     searched: bool = True
@@ -216,6 +199,13 @@ class ScheduleSpec:
 
 SCHEDULES: Mapping[str, ScheduleSpec] = {
     "1f1b": ScheduleSpec(build=one_f_one_b, peak_in_flight=lambda r, p, v: p - r),
+    "dualpipev": ScheduleSpec(
+        build=dualpipev,
+        peak_in_flight=lambda r, p, v: p + 0.5,
+        idle=lambda f, b, w, p: f + b - 2 * w,
+        stages_per_rank=2,
+        searched=False,
+    ),
     "gpipe": ScheduleSpec(build=gpipe, peak_in_flight=lambda r, p, v: math.inf, searched=False),
     "interleaved": ScheduleSpec(
         build=interleaved,
@@ -223,19 +213,28 @@ SCHEDULES: Mapping[str, ScheduleSpec] = {
         stages_per_rank=2,
         chosen=True,
     ),
+    "interleaved-zb": ScheduleSpec(
+        build=interleaved_zb,
+        peak_in_flight=lambda r, p, v: (
+            p + (further_in_flight(p - 1 - r, p) + further_in_flight(r, p)) / v
+        ),
+        idle=lambda f, b, w, p: f + b - 2 * w - w * further_in_flight(p - 1, p) / (p - 1),
+        stages_per_rank=2,
+        chosen=True,
+    ),
     "zb-h1": ScheduleSpec(
-        build=zb_h1, peak_in_flight=lambda r, p, v: p, idle=lambda f, b, w: f + b - 2 * w
+        build=zb_h1, peak_in_flight=lambda r, p, v: p, idle=lambda f, b, w, p: f + b - 2 * w
     ),
     "zb-h2": ScheduleSpec(
         build=zb_h2,
         peak_in_flight=lambda r, p, v: 2 * p - 1,
-        idle=lambda f, b, w: f + b - 3 * w,
+        idle=lambda f, b, w, p: f + b - 3 * w,
         searched=False,
     ),
     "zbv": ScheduleSpec(
         build=zbv,
         peak_in_flight=lambda r, p, v: p,
-        idle=lambda f, b, w: 0.0,
+        idle=lambda f, b, w, p: 0.0,
         stages_per_rank=2,
     ),
 }
@@ -356,27 +355,3 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
             f"num_microbatches={schedule.num_microbatches} or less.",
         )
     return schedule.first(num_microbatches)
-
-
-def _alternate(
-    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
-) -> list[Action]:
-    """Order a warm-up of forwards, then a forward and a backward in turn, then what is left."""
-    # Fewer micro-batches than the warm-up wants: all forwards, then all backwards.
-    warm_up = min(warm_up, len(forwards))
-    # As many pairs as forwards are left; the backwards of the warm-up come at the end.
-    steady = len(forwards) - warm_up
-    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return [*forwards[:warm_up], *(a for pair in pairs for a in pair), *backwards[steady:]]
-
-
-def _one_stage_per_rank(
-    name: str, num_microbatches: int, rows: Sequence[Sequence[Action]]
-) -> Schedule:
-    return Schedule(
-        name=name,
-        num_stages=len(rows),
-        num_microbatches=num_microbatches,
-        actions=tuple(map(tuple, rows)),
-        rank_of_stage=tuple(range(len(rows))),
-    )

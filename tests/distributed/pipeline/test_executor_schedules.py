@@ -17,7 +17,6 @@ from tests.support.models.staged import assert_equal_to_one_process, Block, buil
 from tests.support.ranks.api import ranks
 
 BEYOND = sorted(set(SCHEDULES) - {"1f1b", "gpipe"})
-CHUNKED = ("interleaved", "zbv")
 
 
 class TiedNet(Net):
@@ -36,7 +35,7 @@ class TiedNet(Net):
 
 
 def bounds_of(name, world, blocks):
-    stages = world * (2 if name in CHUNKED else 1)
+    stages = world * SCHEDULES[name].stages_per_rank
     cuts = [round(i * blocks / stages) for i in range(stages + 1)]
     return tuple(itertools.pairwise(cuts))
 
@@ -68,7 +67,7 @@ def test_four_ranks_equal_one_process_for_any_number_of_micro_batches(rank, worl
         wanted = [build(blocks=8).loss(part) for part in split_batch(data(7), 3)]
         torch.testing.assert_close(losses, [w.detach() for w in wanted], rtol=0, atol=1e-12)
     assert (rank == 0) == any(s.is_first for s in staged.stages)
-    assert len(staged.stages) == (2 if name in CHUNKED else 1)
+    assert len(staged.stages) == SCHEDULES[name].stages_per_rank
 
 
 @ranks(2)
@@ -176,7 +175,7 @@ class SleepBlock(nn.Module):
 def test_measured_bubble_is_that_of_the_simulation(rank, world, name):
     m = 8
     model = build(block=SleepBlock, blocks=8)
-    chunks = 2 if name in CHUNKED else 1
+    chunks = SCHEDULES[name].stages_per_rank
     for block in model.blocks:
         block.part = world / 8 if chunks == 1 else 2 * world / 8
         sleep_for_weights(block.linear, WEIGHT * block.part)

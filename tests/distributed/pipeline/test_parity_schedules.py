@@ -1,6 +1,7 @@
 """Every pipeline schedule computes what one process computes, at every ZeRO stage."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from tests.support.parity import assert_parity, quiet_trainer
 from tests.support.ranks.api import ranks
 
 BEYOND = sorted(set(SCHEDULES) - {"1f1b", "gpipe"})
+V_SHAPED = ("dualpipev", "zbv")
 SGD = {"optimizer": "sgd"}
 CLIP = {"gradient_clip_val": 0.05}
 
@@ -47,10 +49,10 @@ def check(
         frozenset(int(n.split(".")[2]) for n in r["shapes"] if ".blocks." in n) for r in results
     }
     assert sum(map(len, held)) == blocks
-    runs = 2 if schedule in ("interleaved", "zbv") else 1
+    runs = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     for blocks in held:  # contiguous for every stage of a rank, unless two stages meet
         gaps = sum(b + 1 not in blocks for b in blocks)
-        assert gaps == runs or (schedule == "zbv" and gaps == 1)
+        assert gaps == runs or (schedule in V_SHAPED and gaps == 1)
 
 
 @pytest.mark.parametrize("schedule", BEYOND)
@@ -67,10 +69,33 @@ def test_four_stages_and_recomputation_equal_one_process(schedule: str) -> None:
 # Together with the accumulated batches below: every stage twice or more, every schedule with two
 # stages but zb-h2. `test_every_zero_stage` has all pairs.
 @pytest.mark.parametrize(
-    ("schedule", "zero"), [("interleaved", 1), ("zb-h1", 0), ("zb-h2", 2), ("zbv", 3), ("zbv", 0)]
+    ("schedule", "zero"),
+    [
+        ("interleaved", 1),
+        ("zb-h1", 0),
+        ("zb-h2", 2),
+        ("zbv", 3),
+        ("zbv", 0),
+        ("interleaved-zb", 2),
+        ("dualpipev", 3),
+    ],
 )
 def test_replicas_equal_one_process(schedule: str, zero: int) -> None:
     check(schedule, 2, 4, dp=2, zero=zero, module={"recompute": zero == 3})
+
+
+MIXED = """
+0F0 0F1 0I0 0F2 0W0 0I1 0F3 0W1 0I2 0I3 0W2 0W3
+1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  # splits no backward
+"""
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_one_rank_may_split_backwards_and_another_not(zero: int, tmp_path: Path) -> None:
+    """With replicas: FSDP reduces in the backwards of the one, and at the end for the other."""
+    path = tmp_path / "mixed.txt"
+    path.write_text(MIXED)
+    check(str(path), 2, 4, dp=2, zero=zero)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
@@ -78,7 +103,16 @@ def test_tensor_parallelism_equals_one_process(schedule: str) -> None:
     check(schedule, 2, 4, tp=2)
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("zbv", 1), ("zb-h1", 2), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [
+        ("zbv", 1),
+        ("zb-h1", 2),
+        ("interleaved", 3),
+        ("interleaved-zb", 0),
+        ("dualpipev", 2),
+    ],
+)
 def test_accumulated_batches_equal_one_process(schedule: str, zero: int) -> None:
     trainer = {**CLIP, "accumulate_grad_batches": 2}
     check(schedule, 2, 4, dp=2, zero=zero, size=70, trainer=trainer)
@@ -91,7 +125,10 @@ def test_lower_precision_is_as_close_as_its_rounding() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize(("schedule", "zero"), [("zb-h1", 1), ("zbv", 3), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [("zb-h1", 1), ("zbv", 3), ("interleaved-zb", 2), ("1f1b", 1)],
+)
 def test_gradients_of_weights_wait_where_the_schedule_says(
     rank: int, world: int, schedule: str, zero: int
 ) -> None:

@@ -65,7 +65,7 @@ def test_the_closed_form_equals_the_simulator_with_equal_stages(name: str) -> No
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (3, 9)])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (3, 9), (8, 16)])
 def test_micro_batches_in_flight_equal_the_simulated_ones(name: str, p: int, m: int) -> None:
     simulation = simulate(build_schedule(name, p, m))
     assert in_flight(name, p, m, 2) == pytest.approx(simulation.peak_per_rank)
@@ -90,7 +90,7 @@ def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = TransformerShape(layers=8, model_dim=1024, heads=8, length=1024, vocab=5000)
     space = LayoutSpace(devices=4, samples=8, fixed=(("pipeline", 4),))
     tried = {layout.schedule for layout in space.layouts(shape)}
-    assert tried == {"1f1b", "interleaved", "mine", "zb-h1", "zbv"}
+    assert tried == {"1f1b", "interleaved", "interleaved-zb", "mine", "zb-h1", "zbv"}
     planner = Planner(shape=shape, device=load_profile("h100"))
     known, new = (
         planner.predict(

@@ -13,10 +13,11 @@ from lightning_par.engine.pipeline.schedules import (
     SCHEDULES,
 )
 from lightning_par.engine.pipeline.simulator import simulate, validate_schedule
-from lightning_par.engine.pipeline.zero_bubble import zb_h1, zb_h2, zbv
+from lightning_par.engine.pipeline.zero_bubble import dualpipev, interleaved_zb, zb_h1, zb_h2, zbv
 from lightning_par.errors import ScheduleError
 
 SIZES = [*product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7, 8, 9, 16, 17, 32))]
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 TIMES = [(1, 1, 1), (1, 1.2, 1), (10, 11, 8), (18.522, 18.086, 9.337)]
 """T_F, T_I and T_W."""
 PUBLISHED = [
@@ -90,6 +91,72 @@ def test_zbv_has_no_bubble_from_2p_microbatches_on_and_the_memory_of_1f1b(p, m):
         assert simulation.span_bubble == pytest.approx(0, abs=1e-12)
 
 
+def size_of(schedule, times):
+    """Idle time in the longest span of a rank, if its stages together take `times`."""
+    forward, backward_input, weight = (time / len(schedule.stages_of_rank(0)) for time in times)
+    simulation = simulate(
+        schedule, forward=forward, backward=backward_input + weight, backward_weight=weight
+    )
+    busy = schedule.num_microbatches * sum(times)
+    return simulation.span_bubble / (1 - simulation.span_bubble) * busy
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("p", "rounds"), [*product(range(2, 9), (1, 2, 3, 4))])
+def test_the_bubble_of_interleaved_zb_has_the_size_of_the_formula(p, rounds, times):
+    forward, backward_input, weight = times
+    extra = 0 if rounds == 1 else min(p - 1, p // 2 + 1)
+    for v in (2, 3, 4):
+        schedule = interleaved_zb(p, rounds * p, v)
+        size = (p - 1) * (forward + backward_input - weight) - extra * weight
+        assert size_of(schedule, times) == pytest.approx(max(0, size) / v, abs=1e-9)
+        assert size_of(interleaved(p, rounds * p, v), times) == pytest.approx(
+            (p - 1) * sum(times) / v
+        )
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_interleaved_zb_holds_no_more_than_interleaved_1f1b(p, m):
+    for v in (2, 3, 4):
+        schedule = interleaved_zb(p, m, v)
+        validate_schedule(schedule)
+        assert max(simulate(schedule).peak_per_rank) <= min(m, p + (p - 1) / v) + 1e-12
+        if m % p == 0:
+            held = max(simulate(interleaved(p, m, v)).peak_per_rank)
+            assert max(simulate(schedule).peak_per_rank) <= held + 1e-12
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in range(2, 9) for m in range(2 * p, 4 * p + 1)])
+def test_the_bubble_of_dualpipev_has_the_size_of_the_formula(p, m, times):
+    """Where a rank runs the two actions of a pair one after the other."""
+    forward, backward_input, weight = times
+    size = max(
+        (p - 1) * (forward + backward_input - weight),
+        (p - 1) * (2 * backward_input - weight) - forward,
+    )
+    assert size_of(dualpipev(p, m), times) == pytest.approx(size / 2)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_dualpipev_holds_half_a_micro_batch_more_than_zbv_and_splits_few_backwards(p, m):
+    schedule = dualpipev(p, m)
+    validate_schedule(schedule)
+    assert max(simulate(schedule).peak_per_rank) <= min(m, p + 0.5)
+    if m >= 2 * p:
+        for rank, row in enumerate(schedule.actions):
+            split = sum(a.kind is ActionKind.BACKWARD_INPUT for a in row)
+            assert split == 2 * p - 1 - rank
+
+
+def test_dualpipev_runs_every_later_forward_next_to_a_backward_of_the_other_stage():
+    """The published order of rank 0 of two: a pair is F of one stage and B of the other."""
+    assert str(dualpipev(2, 6)).splitlines()[0] == (
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 0F5 3B3 3F4 0B2 "
+        "3B4 3F5 0B3 3B5 0I4 0W4 0I5 0W5"
+    )
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_every_input_comes_first_and_no_rank_runs_two_actions_at_once(name):
     schedule = build_schedule(name, 4, 7)
@@ -105,7 +172,8 @@ def test_every_input_comes_first_and_no_rank_runs_two_actions_at_once(name):
             elif kind is ActionKind.FORWARD and stage:
                 assert event.start >= ends[Action(stage - 1, kind, m)]
             elif kind is not ActionKind.FORWARD and stage + 1 < schedule.num_stages:
-                assert event.start >= ends[Action(stage + 1, kind, m)]
+                given = {Action(stage + 1, half, m) for half in BACKWARDS} & ends.keys()
+                assert event.start >= ends[given.pop()]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +252,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         read_schedule(tmp_path / "absent.txt", 1, 1)
 
 
-def test_stages_per_rank_can_be_chosen_for_interleaved_only():
-    assert build_schedule("interleaved", 2, 2, 3).num_stages == 6
+def test_stages_per_rank_can_be_chosen_for_interleaved_schedules_only():
+    for name, flat in (("interleaved", "1f1b"), ("interleaved-zb", "zb-h1")):
+        assert build_schedule(name, 2, 2, 3).num_stages == 6
+        with pytest.raises(
+            ScheduleError, match=f"stages_per_rank=1. Use stages_per_rank=2 or more; .*'{flat}'"
+        ):
+            build_schedule(name, 2, 2, 1)
     with pytest.raises(ScheduleError, match=r"'zbv' always has 2 stage\(s\) per rank, but 3"):
         build_schedule("zbv", 2, 2, 3)
-    with pytest.raises(ScheduleError, match=r"stages_per_rank=1\. Use stages_per_rank=2 or more"):
-        build_schedule("interleaved", 2, 2, 1)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -25,7 +26,10 @@ from lightning_par.engine.pipeline.simulator import (
 )
 from lightning_par.errors import ScheduleError
 
-STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
+STAGES = {
+    **dict.fromkeys(("1f1b", "gpipe", "zb-h1", "zb-h2"), 1),
+    **dict.fromkeys(("dualpipev", "interleaved", "interleaved-zb", "zbv"), 2),
+}
 """Per rank."""
 SIZES = [*product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7, 8, 16)), (16, 5), (16, 64)]
 
@@ -63,8 +67,11 @@ def test_every_training_schedule_is_valid_for_any_number_of_stages_and_microbatc
     validate_schedule(schedule)
     assert schedule.num_ranks == p
     assert (schedule.num_stages, schedule.num_microbatches) == (p * STAGES[name], m)
-    actions = 3 if schedule.splits_backward else 2
-    assert sum(map(len, schedule.actions)) == actions * schedule.num_stages * m
+    kinds = Counter(action.kind for row in schedule.actions for action in row)
+    halves = kinds[ActionKind.BACKWARD_INPUT]
+    assert halves == kinds[ActionKind.BACKWARD_WEIGHT]
+    assert kinds[ActionKind.FORWARD] == kinds[ActionKind.BACKWARD] + halves
+    assert kinds[ActionKind.FORWARD] == schedule.num_stages * m
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -206,7 +213,8 @@ def test_one_rank_holds_the_only_stage_under_every_schedule(name):
 def test_stages_are_placed_as_the_schedule_has_them():
     assert place_stages("1f1b", 3) == (0, 1, 2)
     assert place_stages("interleaved", 2, 3) == (0, 1, 0, 1, 0, 1)
-    assert place_stages("zbv", 2) == (0, 1, 1, 0)
+    assert place_stages("interleaved-zb", 2, 3) == (0, 1, 0, 1, 0, 1)
+    assert place_stages("zbv", 2) == place_stages("dualpipev", 2) == (0, 1, 1, 0)
 
 
 def test_a_placement_that_does_not_fit_is_refused():
