@@ -45,7 +45,6 @@ class BlockAttributes(StepAttributes):
         self._group, self._parts = group, {}
         self._stubs = dict[int, StageStub]()
         self._values: dict[tuple[str, str], Any] | None = None  # before the first training step
-        self._is_done = False
         for stage in stages:
             with stage.hold(MicroBatchState()):
                 for name, part in module.named_modules():
@@ -55,9 +54,9 @@ class BlockAttributes(StepAttributes):
                         self._parts[name] = part
         self.begin()
 
-    def begin_step(self, *, trains: bool) -> None:
+    def begin_step(self) -> None:
         """Note what hooks may read of blocks before the first training step."""
-        self._values = self._read_by_hooks() if trains and not self._is_done else None
+        self._values = self._read_by_hooks()
 
     def _read_by_hooks(self) -> dict[tuple[str, str], Any]:
         """Return the numbers, texts and tensors that modules of blocks keep under names that hooks
@@ -78,7 +77,7 @@ class BlockAttributes(StepAttributes):
         before, self._values = self._values, None
         if before is None:
             return set()
-        self._is_done, missing = True, object()
+        missing = object()
         now = {
             name: (before.get(name, missing), value)
             for name, value in self._read_by_hooks().items()

@@ -238,8 +238,7 @@ class PipelinedSteps:
         parts, sizes = self.cut(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
-        of_samples = BatchWeights.of_samples
-        weights = of_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
+        weights = BatchWeights.of_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
         self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
@@ -464,7 +463,8 @@ class PipelinedSteps:
             warn_of_results(unknown)
 
     def _begin_step(self, *, trains: bool = False) -> None:
-        self._of_blocks.begin_step(trains=trains)
+        if trains and not self._checked:
+            self._of_blocks.begin_step()
         self._values.begin(trains=trains)
         self._attributes.begin()
         self._writes.begin()
