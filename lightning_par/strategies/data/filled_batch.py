@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, ExitStack
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torchmetrics import Metric
 
 from lightning_par.observe.isolate import untouched
-from lightning_par.strategies.data.metric_data import GIVEN, metric_parts
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.upstream.torchmetrics import (
     last_batch_value,
@@ -23,22 +21,21 @@ __all__ = ["counting_nowhere", "log_nothing"]
 
 
 @contextmanager
-def counting_nowhere(module: pl.LightningModule, *, evaluates: bool = False) -> Iterator[None]:
-    """Surrounds a step, or a hook, on a sample that counts nowhere: no metric learns of it.
+def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
+    """Surrounds a step on a sample that counts nowhere: no metric learns of it.
 
     A metric that has seen nothing else gets empty states, as all ranks have to gather the same.
 
     Args:
         module: The user's LightningModule.
-        evaluates: Whether this is a step without a backward: then all attributes of the module are
-            put back.
+        trains: Whether a backward follows; else all attributes of the module are put back.
     """
-    metrics = [part for part in metric_parts(module) if isinstance(part, Metric)]
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
     counts = [metric.update_count for metric in metrics]
     with ExitStack() as kept:
         # In training the module goes on as after any step: only its metrics are kept.
-        for part in [module] if evaluates else metrics:
-            kept.enter_context(untouched(part, {("", GIVEN)}))
+        for part in metrics if trains else [module]:
+            kept.enter_context(untouched(part))
         yield
         # Inside of the context: afterwards the states are those of before.
         pairs = zip(metrics, counts, strict=True)

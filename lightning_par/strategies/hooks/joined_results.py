@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_par.mesh import ParallelMesh
 from lightning_par.observe.contents import names_in
-from lightning_par.strategies.data.metric_data import mark_joined
 from lightning_par.strategies.step.batch_weights import BatchWeigher, weigh
 from lightning_par.strategies.step.returned import returned_numbers, warn_of_results
 
@@ -236,7 +235,7 @@ def _replaced(value: Any, name: str, totals: Mapping[str, Tensor]) -> Any:
     if name in totals:
         total = totals[name]
         if isinstance(value, Tensor):
-            return mark_joined(total.to(value.device, value.dtype).reshape(value.shape))
+            return total.to(value.device, value.dtype).reshape(value.shape)
         return type(value)(round(float(total)) if isinstance(value, int) else float(total))
     if isinstance(value, Mapping):
         new = {key: _replaced(entry, f"{name}[{key!r}]", totals) for key, entry in value.items()}

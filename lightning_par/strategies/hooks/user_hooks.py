@@ -16,12 +16,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_par.engine.wrapping import copy_refused
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.data.filled_batch import counting_nowhere
-from lightning_par.strategies.data.metric_data import follow_given
 from lightning_par.strategies.hooks.joined_results import (
     JoinedResults,
     OF_RESULTS,
@@ -103,8 +101,6 @@ class UserHooks:
         self._places: dict[int, tuple[nn.Module, str]] = {
             id(part): (part, name) for name, part in model.module.named_modules()
         }
-        parts = (part for part, _ in self._places.values())
-        self._metrics = [part for part in parts if isinstance(part, Metric | MetricCollection)]
         known = self._reads.known.items()
         self._parameters = [name for name, about in known if not about.is_buffer]
         self._are_together = processes.interruption.ranks_are_together
@@ -302,17 +298,7 @@ class UserHooks:
             self._model.sharding.release()  # evaluation steps may have gathered parameters
         with ExitStack() as stack:
             self._show_whole(stack, label, is_first=is_first)
-            if self._model.mesh.token_group.size() > 1:
-                self._follow_metrics(stack, name)
             return call()
-
-    def _follow_metrics(self, stack: ExitStack, name: str) -> None:
-        """Until a stack is closed, note what a hook gives to metrics."""
-        steps = self._model.steps
-        repeats = steps.repeats and "batch" in name
-        if repeats:
-            stack.enter_context(counting_nowhere(steps.module))
-        stack.enter_context(follow_given(steps.module, self._metrics, repeats=repeats))
 
     def _show_whole(self, stack: ExitStack, label: str, *, is_first: bool) -> None:
         """Until a stack is closed, code of a user's sees the whole module."""

@@ -21,11 +21,12 @@ from torchmetrics import Metric
 
 from lightning_par.engine.activity import Activity, ActivityRecord
 from lightning_par.engine.collectives import all_gather, gather_partial
+from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.data.metric_data import reach_of, take_states
 from lightning_par.upstream.functions import copied_function, diverted, replaced
+from lightning_par.upstream.torchmetrics import set_update_count
 
 __all__ = ["check_world_collectives", "gather_over_replicas", "user_frame"]
 
@@ -108,15 +109,12 @@ def check_world_collectives(mesh: ParallelMesh, activity: Activity) -> Iterator[
         activity: Tells whether a pipeline runs the user's step.
     """
     sizes = mesh.sizes
-    if sizes.world_size == 1:
+    # Every rank is a replica: all collectives mean what they say.
+    if sizes.data == sizes.world_size:
         yield
         return
     with ExitStack() as stack:
         stack.enter_context(replaced(Metric, "sync", _synced(Metric.sync, mesh, activity)))
-        # Every rank is a replica: all collectives mean what they say.
-        if sizes.data == sizes.world_size:
-            yield
-            return
         for name in (*_COUNTING, *_TOGETHER):
             function = getattr(dist.distributed_c10d, name)  # also while `dist` has another
             check = partial(_check, sizes, activity, name)
@@ -130,8 +128,8 @@ def check_world_collectives(mesh: ParallelMesh, activity: Activity) -> Iterator[
 def _synced(
     original: Callable[..., None], mesh: ParallelMesh, activity: Activity
 ) -> Callable[..., None]:
-    """Return `Metric.sync` that reduces over the ranks with other data. `bind_metrics` tells it for
-    what a module's metrics are given in steps; it does not find metrics of a callback or in a dict.
+    """Return `Metric.sync` for metrics that no module holds, such as those of a callback or in a
+    dict: `bind_metrics` does not find them, nor does anything else before they are used.
     """
 
     @wraps(original)
@@ -144,16 +142,13 @@ def _synced(
     ) -> None:
         is_there = distributed_available or self.distributed_available_fn
         # Not on the one rank that repeats a step alone, where `is_there` says no.
-        given = process_group or self.process_group
-        if should_sync and is_there and is_there() and not self.dist_sync_on_step:
-            if mesh.sizes.pipeline > 1 and not given:
+        if should_sync and not (process_group or self.process_group) and is_there and is_there():
+            process_group = mesh.token_group
+            if mesh.sizes.pipeline > 1:
                 # A stage that takes its own value from the cache would not join the others.
                 self.compute_with_cache = False
                 if not _is_in_stage(mesh.sizes, activity.now()):
                     _share_states(self, mesh.group("pp"))
-            if given in (None, mesh.token_group, mesh.data_group):
-                process_group = reach_of(self, mesh, given)
-                should_sync = process_group is not None
         original(self, dist_sync_fn, process_group, should_sync, distributed_available)
 
     return sync
@@ -168,7 +163,11 @@ def _share_states(metric: Metric, stages: dist.ProcessGroup) -> None:
     dist.all_gather_object(counts, metric.update_count, group=stages)
     if len(set(counts)) == 1:  # by a hook, which every stage runs
         return
-    take_states(metric, dist.get_global_rank(stages, counts.index(max(counts))), stages)
+    source = dist.get_global_rank(stages, counts.index(max(counts)))
+    held = {name: to_cpu(getattr(metric, name)) for name in metric.metric_state}
+    for name, value in broadcast_object(held, source, stages).items():
+        setattr(metric, name, map_tensors(value, lambda tensor: tensor.to(metric.device)))
+    set_update_count(metric, max(counts))
 
 
 def _checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:

@@ -8,8 +8,9 @@ Under a pipeline this is a micro-batch; `MetricsOfBatch` has the value for all o
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.data.metric_data import UpdatesFollowed
 from lightning_par.strategies.step.step_traces import NOT_OF_PARTS, SAME_KIND
 from lightning_par.upstream.pytree import tree_leaves
 from lightning_par.upstream.torchmetrics import last_batch_value, set_update_count
@@ -127,12 +127,32 @@ class MetricsOfBatch:
         self._collections = list(collections) if looks else []
         self._looks, self.is_new = looks, True
         self._copies: dict[int, Metric] = {}
-        self._updates = UpdatesFollowed(self._update, self._share)
+        self._calls = 0  # under way; the updates that they make are theirs
+        self._updated: set[int] = set()  # metrics, by the update of a collection that is under way
 
     def follow(self) -> ExitStack:
         """Let what the metrics are called with count, until the result is closed."""
-        parts = [metric for _, metric in self._metrics.values()]
-        return self._updates.follow([*parts, *self._collections], looks=self._looks)
+
+        # Functions, which the copy of a metric shares, unlike the objects of methods.
+        def begin_call(*_: Any) -> None:
+            self._calls += 1
+
+        def end_call(metric: nn.Module, args: Any, kwargs: dict[str, Any], _: Any) -> None:
+            self._calls -= 1
+            self._update(metric, args, kwargs)
+
+        opened = ExitStack()
+        for _, metric in self._metrics.values():
+            for handle in (
+                metric.register_forward_pre_hook(begin_call),
+                metric.register_forward_hook(end_call, with_kwargs=True),
+            ):
+                opened.callback(handle.remove)
+            if self._looks:
+                opened.enter_context(self._updates_counted(metric))
+        for collection in self._collections:
+            opened.enter_context(self._groups_counted(collection))
+        return opened
 
     def value(self, metric: Metric) -> Any:
         """Return the value of a metric for the calls so far, as the last call returned it if none
@@ -185,12 +205,50 @@ class MetricsOfBatch:
                 found[self._metrics[key][0]] = {str(n): _entries(s) for n, s in enumerate(held)}
         return found
 
+    @contextmanager
+    def _updates_counted(self, metric: Metric) -> Iterator[None]:
+        original = metric.update
+
+        @wraps(original)
+        def update(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if not self._calls:
+                self._update(metric, args, kwargs)
+
+        # `Metric.__init__` keeps its wrapped `update` in the instance, so it is replaced there.
+        metric.__dict__["update"] = update
+        try:
+            yield
+        finally:
+            metric.__dict__["update"] = original
+
+    @contextmanager
+    def _groups_counted(self, collection: MetricCollection) -> Iterator[None]:
+        original = collection.update
+
+        @wraps(original)
+        def update(*args: Any, **kwargs: Any) -> None:
+            self._updated = set()
+            original(*args, **kwargs)
+            for first, *others in collection.compute_groups.values():
+                self._share(getattr(collection, first), [getattr(collection, n) for n in others])
+
+        collection.__dict__["update"] = update
+        try:
+            yield
+        finally:
+            del collection.__dict__["update"]
+
     def _share(self, first: Metric, others: Sequence[Metric]) -> None:
         """Give the state of a metric to those of its compute group: the collection updates the
         first one only, and lets the others refer to its state.
         """
+        if id(first) not in self._updated:
+            return
         source = self._copies[id(first)]
         for metric in others:
+            if id(metric) in self._updated:  # as in the first update, which finds the groups
+                continue
             if id(metric) not in self._copies:
                 self._copies[id(metric)] = self._copy(metric)
             copied = self._copies[id(metric)]
@@ -210,6 +268,7 @@ class MetricsOfBatch:
         if copied is None:
             copied = self._copies[id(metric)] = self._copy(metric)
         copied.update(*args, **kwargs)
+        self._updated.add(id(metric))
 
     def _copy(self, metric: nn.Module) -> Metric:
         parts = [part for part in metric.modules() if isinstance(part, Metric)]

@@ -28,7 +28,6 @@ from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.data.batch_copies import copies_to
 from lightning_par.strategies.data.filled_batch import counting_nowhere
 from lightning_par.strategies.data.loaders import ReplicaLoaders
-from lightning_par.strategies.data.metric_data import follow_given
 from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.uneven_batches import check_loader
 from lightning_par.strategies.data.weights_on_host import KnownWeights, WeightsOnHost
@@ -367,7 +366,7 @@ class StepRunner:
             weigher, weighs = self.weigher, self.weigher.is_needed
             weights = weigher.weigh([args[0]], [samples], zero) if weighs else None
             if weigher.fills:
-                opened.enter_context(counting_nowhere(self.module))
+                opened.enter_context(counting_nowhere(self.module, trains=True))
             # Its backward still has to run, as others wait in the collectives of FSDP, but what
             # it computes may be NaN; see Note [Zero-weight loss].
             if is_zero_weight := weights is not None and bool(weights.zero):
@@ -413,16 +412,13 @@ class StepRunner:
         key, predicts = (name, self.evaluations), name == "predict_step"
         with ExitStack() as opened:
             if self.weigher.fills:
-                opened.enter_context(counting_nowhere(self.module, evaluates=True))
+                opened.enter_context(counting_nowhere(self.module, trains=False))
             known = self.looks.evaluation(name, context, args)
             noted = opened.enter_context(self.looks.proved(name, args, known))
             if known.is_divided:
                 args = self._open(args, opened)
             else:
                 opened.enter_context(self.weigher.on_whole_sequences())
-                if self.sequence is not None:
-                    given = follow_given(self.module, repeats=self.weigher.fills)
-                    opened.enter_context(given)
                 self._check_tokens(args[0], has_labels=not predicts)
             weighted = self.weigher.is_needed and not predicts
             if self.balances and not predicts:

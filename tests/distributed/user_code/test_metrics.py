@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassStatScores
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par import Hybrid3DStrategy
 from tests.support.models.plain_language_model import AttendingNet, PlainModule, token_pairs
@@ -347,63 +347,36 @@ class Outside(Callback):
 
     def __init__(self) -> None:
         self.sum, self.mean, self.found = SumMetric(), MeanMetric(), []
-        self.losses, self.epochs, self.pairs = SumMetric(), SumMetric(), MulticlassStatScores(64)
-        self.group = MetricCollection([MulticlassF1Score(64), MulticlassAccuracy(64)])
         self.of_step = {"sum": SumMetric(), "mean": MeanMetric()}
 
     def on_validation_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, *_: Any):
         self.sum.update(batch[1])
-        self.mean.update(out["means"].mean(), len(out["means"]))
-        self.losses.update(out["loss"])
-        guesses = module.net(batch[0]).argmax(-1)
-        self.pairs(guesses, batch[1])
-        self.group.update(guesses, batch[1])
-        module.of_hook.update(batch[1])
+        self.mean.update(out.mean(), len(out))
 
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.epochs.update(trainer.callback_metrics["val_loss"])
-        held = (self.sum, self.mean, self.losses, self.epochs, self.pairs, module.of_hook)
-        for metric in (*held, *self.of_step.values()):
-            self.found += [float(metric.compute().square().sum()) for _ in range(2)]
-        self.found += map(float, self.group.compute().values())
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        for metric in (self.sum, self.mean, *self.of_step.values()):
+            self.found += [float(metric.compute()), float(metric.compute())]
         self.sum.reset()  # the others go on
-        self.group.reset()
 
 
 class Updating(PlainModule):
-    attends = keeps = False
-
     def __init__(self, metrics: dict[str, Metric], net: Any) -> None:
         super().__init__(net)
-        self.metrics, self.of_hook = metrics, SumMetric()
+        self.metrics = metrics
 
     def parallel_plan(self) -> Any:
         plan = super().parallel_plan()
-        return replace(plan, tensor={}) if self.attends else plan
+        return replace(plan, tensor={}) if isinstance(self.net, AttendingNet) else plan
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.net(batch[0])
         self.metrics["sum"].update(batch[1])
         self.metrics["mean"].update(logits.mean((1, 2)))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-        self.log("val_loss", loss, sync_dist=True)
-        if self.keeps:
-            self.kept = logits
-        return {"means": logits.mean((1, 2)), "loss": loss}
-
-
-class Attending(Updating):
-    attends = True
-
-
-class Keeping(Attending):
-    """Keeps what a step computes, for which context parallelism evaluates whole sequences."""
-
-    keeps = True
+        return logits.mean((1, 2))
 
 
 def _measure_outside(
-    rank: int, world: int, layout: str | None, made: type[Updating], count: int
+    rank: int, world: int, layout: str | None, attends: bool, count: int
 ) -> list[float]:
     seed_everything(0, verbose=False)
     outside = Outside()
@@ -414,25 +387,27 @@ def _measure_outside(
     samples = token_pairs()[:24]
     batch_size = 4 if layout == "zero1" else 8
     loaders = [DataLoader(part, batch_size) for part in (samples, samples[:count])]
-    net = AttendingNet() if made.attends else None
-    trainer.fit(made(outside.of_step, net).double(), *loaders)
+    net = AttendingNet() if attends else None
+    trainer.fit(Updating(outside.of_step, net).double(), *loaders)
     return outside.found
 
 
-@pytest.mark.parametrize(
-    ("layout", "made", "count"),
-    [
-        *(("tp2", Updating, 16), ("pp2", Updating, 16), ("zero1", Updating, 16)),
-        *(("zero1", Updating, 17), ("cp2", Attending, 16), ("cp2", Keeping, 16)),
-    ],
-)
-def test_metrics_outside_of_steps_count_each_sample_once(
-    layout: str, made: type[Updating], count: int
-) -> None:
-    (found,) = run_ranks(_measure_outside, 1, None, made, count)
-    assert len(found) == 54  # the sanity check, and two epochs
-    for got in run_ranks(_measure_outside, 2, layout, made, count, timeout=180):
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero1"])
+def test_metrics_that_no_module_holds_count_each_sample_once(layout: str) -> None:
+    (found,) = run_ranks(_measure_outside, 1, None, False, 16)
+    assert len(found) == 24  # the sanity check, and two epochs
+    for got in run_ranks(_measure_outside, 2, layout, False, 16, timeout=180):
         assert got == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "count"), [("cp2", 16), ("zero1", 17)])
+def test_metrics_in_a_dict_count_divided_and_repeated_samples_once(layout: str, count: int) -> None:
+    attends = layout == "cp2"
+    (found,) = run_ranks(_measure_outside, 1, None, attends, count)
+    wanted = [value for start in (4, 12, 20) for value in found[start : start + 4]]
+    for every in run_ranks(_measure_outside, 2, layout, attends, count, timeout=180):
+        got = [value for start in (4, 12, 20) for value in every[start : start + 4]]
+        assert got == pytest.approx(wanted, rel=1e-6)
 
 
 class Late(PlainModule):
