@@ -114,7 +114,7 @@ OPTIONS = {
     "unknown schedule": Case(
         error=ConfigurationError,
         options={"schedule": "1f1bb"},
-        says=r"schedule='1f1bb' must be 1f1b, gpipe, .*or a file; did you mean '1f1b'\?",
+        says=r"schedule='1f1bb' must be 1f1b, .*gpipe, .*or a file; did you mean '1f1b'\?",
     ),
     "no micro-batches": Case(
         error=ConfigurationError,
