@@ -15,7 +15,7 @@ Note [Packed moments]: v has 7 bits of exponent and 3 of mantissa. m has a sign 
 ratio to the root of v as it was rounded: their steps are 1/64 where it is small, and a quarter of a
 power of 2 beyond; the ratio is below 16. So each entry is kept by itself, without a scale of a
 block, which a shard would have to share with another one. One byte holds the 8 highest bits of v,
-the other one the rest.
+the other one the rest. v holds squares of gradients from about 1e-12 to 1e7; others end there.
 
 Note [Same bits]: states and weights are the same bit for bit on any mesh, given the same gradients.
 So each operation here rounds once, as IEEE 754 says: compilers may fuse a product into a sum, and
@@ -95,7 +95,8 @@ class _Packed:
     """Both in two bytes; see Note [Packed moments]."""
 
     names = ("moments_high", "moments_low")
-    _LARGEST = 2.0**30  # v ends at twice that, so that its bits of exponent begin with a 0
+    # v ends at twice that, so that its bits of exponent begin with a 0; below 2**-80 it is 0.
+    _LARGEST = 2.0**46
     _OFFSET = 2.0**-4  # below it, bits of a float32 would need another power for each
     _FIRST = (127 - 4) << 2  # bits of `_OFFSET` without those that are cut off
 

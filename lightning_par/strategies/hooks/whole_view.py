@@ -267,7 +267,11 @@ class WholeView(TorchFunctionMode):
             named, owners = dict(self._module.named_buffers()) | self._parameters(), self._owners
             # What stands for a tensor of another stage has a mark of its own.
             here = {n: t for n, t in named.items() if not isinstance(t, AbsentParameter)}
-            of_stages = [(tensor, owners[n]) for n, tensor in here.items() if n in owners]
+            of_stages = [
+                (tensor, owners[n])
+                for n, tensor in here.items()
+                if n in owners and _is_as_known(tensor, self._known.get(n))
+            ]
             for tensor, stage in of_stages:
                 # For `nn.Parameter(w)`, which asks no mode, and gives the same memory.
                 if (memory := _marked(tensor)) is not tensor:
@@ -537,6 +541,13 @@ class WholeView(TorchFunctionMode):
         out = map_leaves(lambda value: self._tagged(value, stage), out)
         reduces = name not in _ALIASES and name != "__get__" and any(t.ndim for t in parts)
         return map_leaves(lambda v: self._value_of(v) if reduces and is_number(v) else v, out)
+
+
+def _is_as_known(tensor: Tensor, about: About | None) -> bool:
+    """Whether a tensor is what other stages expect: a hook may have bound a buffer anew."""
+    if about is None or isinstance(tensor, nn.Parameter):
+        return True
+    return tensor.shape == about.shape and tensor.dtype == about.dtype
 
 
 def _marked(tensor: Tensor) -> Any:
