@@ -355,13 +355,14 @@ def _named(node: Any, held: list[tuple[Any, Any]] | None) -> dict[str, tuple[Any
 
 
 def batch_entry(batch: Any, path: str) -> Any:
-    """Return an entry of a batch by its path, such as ``"labels"``, ``"1"`` or ``"text.labels"``.
+    """Return an entry of a batch by its path, such as ``"labels"``, ``"1"`` or ``"text.labels"``;
+    an empty path means the batch itself.
 
     Raises:
         PlanError: There is no such entry.
     """
     value, passed = batch, list[str]()
-    for step in path.split("."):
+    for step in path.split(".") if path else ():
         held = children(value)
         found = {name: entry for name, (_, entry) in _named(value, held).items()}
         if step not in found:
@@ -404,7 +405,7 @@ def has_entry(batch: Any, path: str) -> bool:
         path: As in `batch_entry`.
     """
     value = batch
-    for step in path.split("."):
+    for step in path.split(".") if path else ():
         _, value = _named(value, children(value)).get(step, (None, None))
     return value is not None
 

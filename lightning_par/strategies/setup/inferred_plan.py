@@ -112,7 +112,8 @@ def _fitted(module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         # The loader may fail in the fork alone; then the names of the model are the best guess.
         return plan
     layout = plan.batch
-    labels = None if layout.labels is None else named.get(layout.labels)
+    # A batch that is itself the labels has none that are ignored: the model reads them as tokens.
+    labels = None if layout.labels is None else named.get(layout.labels) or None
     dims = {named[name]: dim for name, dim in layout.sequence_dims.items() if name in named}
     shift = 0 if labels is None else layout.label_shift
     given: dict[str, Any] = {"sequence_dims": dims, "labels": labels, "label_shift": shift}
