@@ -195,6 +195,8 @@ RUNS: dict[str, dict[str, str]] = {
         "masks in on_train_batch_end": "hooks::masks_on_weights",
         "automatic_optimization=True": "cures_of_steps::a_step_that_optimizes_by_itself",
         "gradients in on_after_backward": "cures_of_steps::gradients_in_a_backward_of_its_own",
+        "gradients in on_before_optimizer_step": "cures_of_steps::gradients_while_batches_add_up",
+        "accumulate_grad_batches=1": VALUE,
         "set the batch size": VALUE,
     },
     "LP914": {

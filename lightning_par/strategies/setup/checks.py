@@ -5,7 +5,11 @@ from collections.abc import Mapping
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+)
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -27,12 +31,14 @@ from lightning_par.errors import (
 )
 from lightning_par.inference.lookup import find_plan
 from lightning_par.observe.contents import names_in
+from lightning_par.observe.outside import is_of_user
 from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.averaging_checks import averaging_problems
 from lightning_par.strategies.setup.inferred_plan import lacks_parts, plan_of_run
+from lightning_par.upstream.lightning import callbacks_of
 
 __all__ = [
     "check_module",
@@ -105,6 +111,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"on {sizes} gradients are complete only after this method has returned. Read or "
             "change gradients in on_after_backward."
         )
+    problems += _accumulation_problems(trainer, module, sizes)
     # One device runs any plugin as Lightning does; a mesh needs one whose backward it knows.
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
         valid = either(_PRECISIONS)
@@ -129,6 +136,30 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             if isinstance(callback, ModelPruning)
         ]
     raise_problems(ConfigurationError, "LP913", problems)
+
+
+def _accumulation_problems(
+    trainer: pl.Trainer, module: pl.LightningModule, sizes: ParallelSizes
+) -> list[str]:
+    """Refuse hooks that would find no gradients while those of several batches add up."""
+    callbacks = callbacks_of(trainer)
+    batches = trainer.accumulate_grad_batches
+    accumulates = batches > 1 or any(
+        isinstance(c, GradientAccumulationScheduler) for c in callbacks
+    )
+    if sizes.data_shard == 1 or not accumulates:
+        return []
+    owners = [type(each) for each in (module, *callbacks) if is_of_user(type(each).__module__)]
+    reads = {kind: names_in(kind.on_after_backward) & _READ_GRADIENTS for kind in owners}
+    return [
+        f"{kind.__name__}.on_after_backward reads gradients ({', '.join(sorted(names))}), but on "
+        f"{sizes} gradients are sharded, and while the gradients of several batches are "
+        "accumulated, they are complete only after the last of these batches: after the others, "
+        "p.grad is None. Read or change gradients in on_before_optimizer_step, or use "
+        "accumulate_grad_batches=1."
+        for kind, names in reads.items()
+        if names
+    ]
 
 
 def _compiled_problems(module: pl.LightningModule, sizes: ParallelSizes) -> list[str]:

@@ -307,6 +307,21 @@ def gradients_in_a_backward_of_its_own(cured: bool) -> nn.Module:
     return Cured() if cured else Module()
 
 
+@CURES.add(
+    "LP913",
+    r"on_after_backward reads gradients \(grad\), .*change gradients in on_before_optimizer_step",
+    "zero3",
+    options={"trainer": {"accumulate_grad_batches": 2}},
+)
+def gradients_while_batches_add_up(cured: bool) -> nn.Module:
+    def act(self: Any, *_: Any) -> None:
+        for p in self.parameters():
+            p.grad.div_(1 + p.grad.norm())
+
+    hook = "on_before_optimizer_step" if cured else "on_after_backward"
+    return type("Module", (PlainModule,), {hook: act})()  # type: ignore[no-any-return]
+
+
 @CURES.add("LP913", r"uses manual optimization, .*Set automatic_optimization=True")
 def a_step_that_optimizes_by_itself(cured: bool) -> nn.Module:
     class Module(PlainModule):
