@@ -45,7 +45,8 @@ SENTENCES = {
     "In the table of hooks, *whole* means": f"""
         {_HERE} gradients::what_all_weights_and_gradients_give
         hooks::a_state_dict_that_all_ranks_save hooks::arrays_of_parts_before_the_update
-        hooks::arrays_of_whole_tensors_before_the_update""",
+        hooks::arrays_of_whole_tensors_before_the_update
+        cures_of_steps::gradients_while_batches_add_up""",
     "The `checkpoint` that `on_save_checkpoint` gets": f"""
         {_CHECKPOINTS}
         distributed/test_module_after_run.py::test_parts_stay_where_whole_modules_are_not_wanted""",
