@@ -16,8 +16,8 @@ CHECKERS = {
     "first": "its first step alone",
     "trace": "full trace, as TTrace",
     "invariants": "invariants, as TrainCheck",
-    "loss": "loss, 1 % off a reference",
-    "norm": "gradient norm, 5 % off",
+    "loss": "loss differs by 1 % from a reference run",
+    "norm": "gradient norm differs by 5 %",
 }
 
 
