@@ -145,6 +145,8 @@ class CheckpointLoad:
         self._random_states = ours["random"]
         model.steps.seed, model.steps.evaluations = ours["seed"], ours["evaluations"]
         model.steps.loaders.resume(ours["samples"])
+        if any(ours["samples"]):
+            _continue_epoch(model.module.trainer)
         compression, kept = model.compression, ours.get("compression")
         if compression is not None and kept is not None and ours["is_same_mesh"]:
             compression.load(kept)
@@ -325,6 +327,17 @@ def _own_state(value: Mapping[str, Any]) -> dict[str, Any]:
         "evaluations": int(value["evaluations"]),
         "samples": list(value.get("samples", [])),
     }
+
+
+def _continue_epoch(trainer: pl.Trainer) -> None:
+    """Let an epoch go on in which `max_steps` has ended the run: Lightning counts it as complete,
+    and would take the rest of its samples for the next epoch.
+    """
+    progress = trainer.fit_loop.epoch_progress
+    for counts in (progress.current, progress.total):
+        if counts.processed == counts.ready:
+            counts.processed -= 1
+            counts.completed -= 1
 
 
 def _is_fitting(module: pl.LightningModule | None) -> bool:

@@ -342,7 +342,7 @@ def an_optimizer_that_divides_its_states(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP409",
-    r"attribute shadow of net\.blocks\.0, which has changed.*in an attribute of the Lightning",
+    r"attribute shadow of net\.blocks\.0\. .*has changed.*in an attribute of the Lightning",
     options={"trainer": {"limit_train_batches": 2}},
 )
 def averages_that_blocks_keep_for_validation(cured: bool) -> nn.Module:

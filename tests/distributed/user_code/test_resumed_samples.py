@@ -348,6 +348,25 @@ def _save_late(rank: int, world: int, layout: str, folder: str) -> Any:
     return found
 
 
+def _go_on(rank: int, world: int, layout: str, folder: str) -> Any:
+    module, path = Noting(), Path(folder) / "after.ckpt"
+    trainer = _trainer(layout, max_steps=2, limit_val_batches=0)
+    trainer.fit(module, _loader(layout, "shuffled", 6))
+    trainer.save_checkpoint(path)
+    whole, resumed = int(trainer.num_training_batches), Noting()
+    trainer = _trainer(layout, max_epochs=2, limit_val_batches=0)
+    trainer.fit(resumed, _loader(layout, "shuffled", 6), ckpt_path=path, weights_only=False)
+    return trainer.global_step, trainer.current_epoch, 2 * whole
+
+
+@pytest.mark.parametrize("layout", ["zero0", "tp2"])
+def test_an_epoch_that_max_steps_has_ended_is_not_counted_twice(
+    layout: str, tmp_path: Path
+) -> None:
+    for steps, epochs, wanted in run_ranks(_go_on, 2, layout, str(tmp_path), timeout=90):
+        assert (steps, epochs) == (wanted, 2)
+
+
 @pytest.mark.parametrize("layout", ["zero0", "tp2"])
 def test_what_is_saved_after_training_goes_on_there(layout: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
