@@ -334,7 +334,8 @@ def _continue_epoch(trainer: pl.Trainer) -> None:
     and would take the rest of its samples for the next epoch.
     """
     progress = trainer.fit_loop.epoch_progress
-    for counts in (progress.current, progress.total):
+    trackers: tuple[Any, ...] = progress.current, progress.total
+    for counts in trackers:
         if counts.processed == counts.ready:
             counts.processed -= 1
             counts.completed -= 1
