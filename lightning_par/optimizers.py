@@ -1,8 +1,8 @@
 """Adam and AdamW whose two moments take fewer bytes on the device, with one result on any mesh.
 
-`states` says what is kept between steps: ``"float32"`` both moments in float32, as in torch (8 bytes
-of a weight); ``"bfloat16"`` both in bfloat16 (4 bytes); ``"packed"`` both in 16 bits (2 bytes), see
-Note [Packed moments].
+`states` says what is kept between steps: ``"float32"`` both moments in float32, as in torch (8
+bytes of a weight); ``"bfloat16"`` both in bfloat16 (4 bytes); ``"packed"`` both in 16 bits (2
+bytes), see Note [Packed moments].
 
 A step computes in float32, or in float64 for weights in float64, and rounds what it keeps; see Note
 [Stochastic rounding]. They are optimizers of torch, for any Trainer and loop.
