@@ -172,8 +172,8 @@ def _judge_both(
     comes_again = judge.judge_again(mesh)
     if comes_again is not None:
         again = (
-            "the same forward and backward, repeated from the same weights, differs again, so the "
-            "cause is the software, and not a device."
+            "the same forward and backward, repeated from the same weights, differs again: the "
+            "software is at fault, and not a device."
         )
         text = judge.explain(difference, draws=before.draws, step=judge.step, again=again)
         return text, False, ()

@@ -181,7 +181,7 @@ def test_the_first_stage_is_named() -> None:
 def test_what_comes_again_is_the_software(layout: str) -> None:
     text = _error(layout, "activation_always")
     assert f"step {_STEP} on" in text
-    assert "differs again, so the cause is the software" in text
+    assert "differs again: the software is at fault" in text
     assert "To try:" in text
     assert "LP801" in text
 
