@@ -24,6 +24,7 @@ from lightning_par.inference.tensor_groups import (
 from lightning_par.inference.tensor_proof import prove_styles
 from lightning_par.observe.recorder import Call, Trace, trace_forward
 from lightning_par.plan.parallel_plan import BatchLayout, match_pattern, ParallelPlan
+from lightning_par.plan.resolved_plan import canonical_names
 from lightning_par.plan.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["describe_inferred", "infer_here", "infer_plan", "refuse_all"]
@@ -375,6 +376,7 @@ class _Styles:
 
     def _shard_vocabulary(self, whole: frozenset[str]) -> None:
         """Shard tables that look up tokens of the batch, and heads that give their logits."""
+        first = canonical_names(self.model)  # under which `owners` has a tied parameter
         for operation in self.trace.operations:
             if operation.name != "embedding" or not operation.calls:
                 continue
@@ -388,13 +390,14 @@ class _Styles:
             plain = plain and len([*table.parameters()]) == 1
             single = len(self.trace.calls_of(call.fqn)) == 1 and ids.dtype == torch.long
             heads = self._heads(table.num_embeddings)
-            tied = self.owners.get(f"{call.fqn}.weight", frozenset())
+            tied = self.owners.get(first.get(f"{call.fqn}.weight", ""), frozenset())
             # A tie counts only if all that hold it are table or head.
             if plain and single and tied and tied <= {call.fqn, *heads} and not tied & whole:
                 self.styles[call.fqn] = "vocab_embedding"
                 for head in heads:
-                    shares = len(self.owners.get(f"{head}.weight", ())) <= 1 or head in tied
-                    if shares and head not in whole:
+                    # Not the head of another table, which decides for both.
+                    own = self.owners[first[f"{head}.weight"]] <= {head, *tied}
+                    if own and head not in whole:
                         self.styles[head] = "vocab_head"
 
     def _heads(self, size: int) -> list[str]:

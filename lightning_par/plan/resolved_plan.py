@@ -342,7 +342,7 @@ def _check_tensor(
     counts += [(f, f" has {n}={v}", v) for f, named in numbers.items() for n, v in named.items()]
     for fqn, style in resolved.styles.items():
         counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
-    problems += _colwise_alone(resolved)
+    problems += [*_colwise_alone(resolved), *_ties_in_two_styles(resolved, modules)]
     # Degrees that divide all sizes at once.
     fit = _fitting_degrees([size for *_, size in counts])
     misfits = [(f, t) for f, t, size in counts if size % degree]
@@ -384,6 +384,28 @@ def _colwise_alone(resolved: ResolvedPlan) -> list[str]:
         "style 'colwise_gather_output'."
         for text in _alike(alone)
     ]
+
+
+def _ties_in_two_styles(resolved: ResolvedPlan, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Find layers with one weight of which one would compute with a shard that is another's."""
+    problems: list[str] = []
+    for group in resolved.tied:
+        found: dict[int | None, tuple[str, str]] = {}
+        for name in group:
+            owner, _, own = name.rpartition(".")
+            # Other modules may hold a parameter that their forward does not read.
+            if owner in resolved.styles and isinstance(modules[owner], nn.Linear | nn.Embedding):
+                dim = TENSOR_STYLES[resolved.styles[owner]].sharded_dim(own)
+                found.setdefault(dim, (name, f"{owner} is {resolved.styles[owner]!r}"))
+        if len(found) > 1:
+            (one, how), (other, otherwise) = [*found.values()][:2]
+            problems.append(
+                f"ParallelPlan(tensor=...): {one} and {other} are one parameter, but {how} and "
+                f"{otherwise}. Give both layers styles that divide the parameter alike, as a "
+                "table and its head ('vocab_embedding' and 'vocab_head'), or that both keep it "
+                "whole ('replicated')."
+            )
+    return problems
 
 
 def _sharded_sizes(

@@ -1,5 +1,6 @@
 """Steps of modules without a plan that make tensors, or read and write weights themselves."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -51,6 +52,28 @@ def one_part_in_double() -> Any:
     module = _Stepwise()
     module.net.head.double()
     return module, token_pairs()
+
+
+@CASES.add(equal="tp2 pp2")
+def teacher_whose_head_is_its_table() -> Any:
+    """A copy of a model whose table comes before the head; the size of the vocabulary is one."""
+
+    class Module(Planless):
+        def __init__(self) -> None:
+            super().__init__(structures.EncoderOfTorch())
+            self.net.head.weight = self.net.tokens.weight
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                wanted = self.teacher(batch[0])
+            logits = self.net(batch[0])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+            loss = loss + F.mse_loss(logits, wanted)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
 
 
 @CASES.add(equal="tp2 pp2")

@@ -109,6 +109,31 @@ def test_heads_beside_each_other_are_sharded() -> None:
     assert dict(plan.divided) == {"layers.*.attn": ("num_heads",)}
 
 
+class _Taught(nn.Module):
+    """A model and a copy of it, whose tables and heads are as many rows."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.teacher = net, copy.deepcopy(net)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) - self.teacher(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("first", ["head", "table"])
+def test_a_head_that_is_a_table_is_sharded_with_this_table(first: str, tied: bool) -> None:
+    net = LanguageModel(tied=tied) if first == "head" else structures.EncoderOfTorch()
+    if tied:
+        net.head.weight = net.tokens.weight
+    model = _Taught(net)
+    plan = infer_plan(model, example=(TOKENS,))
+    for part in ("net", "teacher"):
+        assert plan.tensor[f"{part}.tokens"] == "vocab_embedding"
+        assert plan.tensor[f"{part}.head"] == "vocab_head"
+    check_plan(model, plan, ParallelSizes(tensor=2))
+
+
 def test_stacked_heads_are_gathered() -> None:
     model = LanguageModel(structures.fused_whole_width)
     plan = infer_plan(model)

@@ -226,6 +226,12 @@ SIZES = {
         r"sequence_parallel=True: these.*no tensor style: Net itself, table, .*"
         r"body\.blocks\.0\.up \(and 2 others\), ",
     ),
+    "tie in two styles": (
+        {"tensor": {"table": "replicated", "head": "vocab_head"}},
+        {"tensor": 2},
+        r"table\.weight and head\.weight are one parameter, but table is 'replicated' and head is "
+        r"'vocab_head'\. .*\('vocab_embedding' and 'vocab_head'\)",
+    ),
     "no tensor part": ({}, {"tensor": 2}, r"the plan of Net gives no layer a tensor style"),
     "container": (
         {"tensor": {"wrap": "colwise"}},
