@@ -168,9 +168,10 @@ def _divisors(number: int) -> str:
 
 
 _PLANNED = (
-    "auto_parallel chooses the parallel sizes when trainer.fit sets up the model, so the sizes "
-    "are not known yet. Run lightning-par search --samples N, which prints the fastest parallel "
-    "sizes for N samples a step, and pass these sizes to Hybrid3DStrategy."
+    "a command or your code asked for the sizes of the mesh before trainer.fit. But auto_parallel "
+    "chooses the parallel sizes when trainer.fit sets up the model, so they are not known yet. Run "
+    "lightning-par search --samples N, which prints the fastest parallel sizes for N samples a "
+    "step, and pass these sizes to Hybrid3DStrategy."
 )
 
 

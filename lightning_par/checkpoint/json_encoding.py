@@ -129,8 +129,10 @@ class Encoder:
         if value.dtype not in DTYPES.values():
             raise CheckpointError(
                 "LP505",
-                f"{where} is a tensor of {value.dtype}, which safetensors cannot hold. Use one of "
-                f"{either(sorted(str(d) for d in DTYPES.values()))}.",
+                f"{where} cannot be saved: it is a tensor of {value.dtype}, which a safetensors "
+                "file cannot hold. Convert it to one of "
+                f"{either(sorted(str(d) for d in DTYPES.values()))}; torch.view_as_real(tensor) "
+                "stores a complex tensor as real numbers.",
             )
         # Numbers: a path of keys could hold what a safetensors key may not, and two could be
         # equal.

@@ -271,7 +271,7 @@ def batch_size(batch: Any) -> int:
         raise ConfigurationError(
             "LP301",
             "this batch has no tensor with a batch dim, so its number of samples is not "
-            "known. Return such a tensor from the collate_fn.",
+            "known. Add a tensor with one entry for each sample to the batch in the collate_fn.",
         )
     return size
 

@@ -48,7 +48,7 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
         raise PlanError(
             "LP201",
             f"{len(found)} submodules define parallel_plan(): {', '.join(found)}. Which plan "
-            "applies to the whole model is not known. Define parallel_plan() on "
+            "applies to the whole model is not known. Define parallel_plan() on the whole model, "
             f"{type(module).__name__}, or pass plan= to the strategy.",
         )
     return next(iter(found.values())) if found else find_huggingface_plan(module)

@@ -71,17 +71,17 @@ class PostMortem:
         """Yield what there is to say, the summary first."""
         yield self.summary
         if self.counted:
-            yield f"memory of this rank, counted: {_rows(self.counted)}"
+            yield f"Memory of this rank, counted: {_rows(self.counted)}"
         if self.forecast:
-            yield f"predicted peak of this step: {_rows(self.forecast)}"
+            yield f"Predicted peak of this step: {_rows(self.forecast)}"
         elif self.unforeseen:
-            yield f"the peak of this step cannot be predicted: {self.unforeseen}"
+            yield f"The peak of this step cannot be predicted: {self.unforeseen}"
         if self.changes:
             fit = "each fits by the forecast" if self.fits else "whether they fit is not known"
-            yield f"use one of these changes; {fit}:"
+            yield f"Use one of these changes; {fit}:"
         elif self.forecast:
             yield (
-                "no change of this layout reduces the memory of this rank: use more devices, or a "
+                "No change of this layout reduces the memory of this rank: use more devices, or a "
                 "smaller model"
             )
         yield from (f"  - {change}" for change in self.changes)

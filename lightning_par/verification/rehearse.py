@@ -299,7 +299,7 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
     if dist.is_initialized():
         raise ConfigurationError(
             "LP914",
-            "a rehearsal makes its own torch.distributed process group, but this process already "
+            "rehearse(...) makes its own torch.distributed process group, but this process already "
             "has a process group. Call rehearse_apart(...) instead, which runs in a new process.",
         )
     began, live = time.process_time(), WeightlessTensors()

@@ -249,7 +249,7 @@ PLANS = {
         error=PlanError,
         options={"tp": 2},
         module=TwoPlans,
-        says=r"2 submodules define parallel_plan\(\): model, critic\..*on TwoPlans",
+        says=r"2 submodules define parallel_plan\(\): model, critic\..*model, TwoPlans,",
     ),
     "negative label shift": Case(
         error=PlanError,

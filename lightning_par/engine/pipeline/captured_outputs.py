@@ -93,8 +93,9 @@ def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any
         if not isinstance(value, Tensor):
             raise PlanError(
                 "LP212",
-                f"ParallelPlan(captured=...) names {path}, but this module returns a "
-                f"{type(value).__name__}, not a tensor. Name a submodule that returns the tensor.",
+                f"ParallelPlan(captured=...) names {path}, so a pipeline sends its output to other "
+                f"stages. But this module returns a {type(value).__name__}, not a tensor. Name a "
+                "submodule of it that returns the tensor which other stages need.",
             )
         is_entry = isinstance(output, tuple | list)
         kept = (*[None] * index, value) if is_entry else value  # as hooks of the model index it

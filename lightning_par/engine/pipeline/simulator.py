@@ -260,7 +260,7 @@ class _Walk:
         if not blocked:
             return []
         circle = "; ".join(blocked)
-        cure = "Move the actions on which others wait to an earlier place in the row of their rank."
+        cure = "Move an action that another action waits for to an earlier place in its rank's row."
         return [
             f"the pipeline schedule {self._schedule.name!r} ends in a deadlock: {circle}. {cure}"
         ]

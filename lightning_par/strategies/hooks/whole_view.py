@@ -96,8 +96,9 @@ _DRAWS_IN_PLACE = _names(
 )
 _CURE = (
     "Every rank has to make the same calls in the same order, since each rank holds only a part of "
-    "the weights. Call a forward on every rank, outside of `if trainer.is_global_zero`, and print "
-    "or write its result on one rank. The same holds for trainer.strategy.full_parameter(name) and "
+    "the weights. Make the calls named here on every rank, outside of `if trainer.is_global_zero`, "
+    "and print or write the result on one rank. Such calls are reading a weight, a forward of the "
+    "model, save_checkpoint, trainer.strategy.full_parameter(name) and "
     "trainer.strategy.gather_state_dict(). A logger writes on rank 0 only: compute arrays on every "
     "rank (p.detach().numpy(), p.grad.numpy()), and log them on rank 0. Loop over "
     "module.named_parameters(), which has the same order on all ranks."

@@ -78,7 +78,8 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
             raise ConfigurationError(
                 "LP610",
                 f"{kind.__name__}.{LOOKS_ACROSS}={declared!r} must be "
-                f"{either([repr(choice) for choice in choices])}.",
+                f"{either([repr(choice) for choice in choices])}: what the update of an entry of a "
+                "parameter depends on.",
             )
         return declared  # type: ignore[no-any-return]
     if any(base.__name__.startswith(_BY_MODEL) for base in kind.__mro__):

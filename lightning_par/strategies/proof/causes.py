@@ -149,12 +149,14 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
     if sizes.data > 1 or sizes.pipeline > 1:
         cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
         cures += ["data_parallel_size=1"] * (sizes.data > 1)
+        one_part = " and ".join(cures)
         yield (
-            f"{' and '.join(cures)}. If this removes the difference, the losses of the parts of a "
-            "batch are weighted wrongly. Declare what the loss is a mean over: "
-            f"BatchLayout(labels=...) or BatchLayout(loss_weight=...). Keep {' and '.join(cures)} "
-            "if the loss compares samples with each other, if a batch entry has no batch dim, or "
-            "if blocks store values in attributes or hooks."
+            f"{one_part}. If this removes the difference, the losses of the parts of a batch are "
+            "weighted wrongly. Declare what the loss is a mean over: BatchLayout(labels=...) or "
+            "BatchLayout(loss_weight=...). If the step still differs with this declaration, keep "
+            f"{one_part}: the loss compares samples with each other, a batch entry has no batch "
+            f"dim, or blocks store values in attributes or hooks. If {one_part} does not remove "
+            "the difference, it has another cause."
         )
     if sizes.context > 1:
         yield (

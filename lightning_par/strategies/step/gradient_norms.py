@@ -106,7 +106,7 @@ class GradientNorms:
                 "LP410",
                 f"grad_norm was called with a {type(module).__name__} that is not a part of the "
                 "trained LightningModule, so its gradients are not known on a mesh. Call "
-                "grad_norm(self, norm_type) or pass one of its submodules.",
+                "grad_norm(self, norm_type), or pass a submodule of the LightningModule.",
             )
         start = f"{prefix}." if prefix else ""
         with self.reads.paused_in_hooks():

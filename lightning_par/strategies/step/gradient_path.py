@@ -418,9 +418,9 @@ class GradientPath:
                 self.before_refusal()
             raise NonFiniteError(
                 "LP313",
-                f"{text} No weight was changed. To find the operation that computed it, use "
-                "Trainer(detect_anomaly=True). To skip such steps, use on_nonfinite='skip'. To "
-                "update the weights in such steps, too, use on_nonfinite='ignore'.",
+                f"{text} No weight was changed. To find the operation that computes NaN first, "
+                "use Trainer(detect_anomaly=True). To skip such steps, use on_nonfinite='skip'. "
+                "To update the weights in such steps, too, use on_nonfinite='ignore'.",
             )
         # torch's optimizers pass over parameters without a gradient: weights and states stay.
         for parameter in passage.parameters:
@@ -460,7 +460,8 @@ class GradientPath:
             said.append(f"and {len(ranks) - _NAMED} more ranks")
         step = self._module.trainer.global_step
         return (
-            f"step {step}: the loss or a gradient is not finite (their norm is {float(norm)}): "
+            f"step {step}: the loss or a gradient is not finite (the norm of the loss and all "
+            f"gradients is {float(norm)}): "
             f"{'; '.join(said)}."
         )
 

@@ -105,7 +105,8 @@ def test_one_bad_rank_is_refused_or_skipped_on_every_rank(layout: str) -> None:
         for kind in ("loss", "gradient"):
             said, same, steps = result[kind]
             assert said.startswith(
-                "step 1: the loss or a gradient is not finite (their norm is nan)"
+                "step 1: the loss or a gradient is not finite (the norm of the loss and all "
+                "gradients is nan)"
             ), said
             assert f"rank 1 ({axis} 1) has a {kind} of" in said
             assert "No weight was changed" in said
@@ -120,8 +121,8 @@ def test_one_bad_rank_is_refused_or_skipped_on_every_rank(layout: str) -> None:
 def test_one_device_refuses_too() -> None:
     ((said, same, steps),) = run_ranks(one_rank, 1)
     assert re.match(
-        r"step 1: the loss or a gradient is not finite \(their norm is nan\): rank 0 has a loss of "
-        "inf",
+        r"step 1: the loss or a gradient is not finite \(the norm of the loss and all gradients is "
+        r"nan\): rank 0 has a loss of inf",
         said,
     )
     assert (same, steps) == (True, 1)

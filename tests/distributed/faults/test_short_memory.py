@@ -255,7 +255,7 @@ def test_one_of_several_ranks_traces_no_step_in_a_fork(tmp_path: Path) -> None:
         assert found.rank == rank
         assert f"rank {rank} (dp_shard {rank}): {found.summary}" in said
         assert (
-            "the peak of this step cannot be predicted: the step of Frozen would have to be traced"
+            "The peak of this step cannot be predicted: the step of Frozen would have to be traced"
             in said
         )
 

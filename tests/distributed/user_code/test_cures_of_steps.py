@@ -44,9 +44,7 @@ def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add(
-    "LP410", r"a ModuleDict that is not .*Call grad_norm\(self, norm_type\) or pass one of its"
-)
+@CURES.add("LP410", r"a ModuleDict that is not .*Call grad_norm\(self, norm_type\), or pass a")
 def norms_of_a_submodule(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_before_optimizer_step(self, _: Any) -> None:
@@ -81,7 +79,7 @@ def a_weight_that_a_step_scales(cured: bool) -> nn.Module:
 
 
 @CURES.add(
-    "LP415", r"different calls .*Call a forward on every rank, outside of `if trainer\.is_global_"
+    "LP415", r"different calls .*Make the calls named here on every rank, outside of `if trainer"
 )
 def a_forward_for_the_first_rank(cured: bool) -> nn.Module:
     class Module(PlainModule):

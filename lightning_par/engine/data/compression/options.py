@@ -96,8 +96,9 @@ def read_compression(
             "LP609",
             f"gradient_compression={chosen.method!r} with zero_stage={zero_stage} is not "
             "supported: compression needs whole gradients on every replica, and ZeRO stages 1 to "
-            "3 shard them. Use zero_stage=0. To save GPU memory in another way, keep the "
-            f"optimizer in CPU memory: Hybrid3DStrategy(zero_stage=0, offload_options={{}}).",
+            "3 shard them. Use zero_stage=0. If the model then does not fit in GPU memory, also "
+            "keep the optimizer in CPU memory: Hybrid3DStrategy(zero_stage=0, "
+            f"gradient_compression={chosen.method!r}, offload_options={{}}).",
         )
     return chosen
 

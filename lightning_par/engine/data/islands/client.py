@@ -26,7 +26,7 @@ from lightning_par.errors import IslandError, NonFiniteError
 __all__ = ["Exchange", "IslandClient", "Place"]
 
 _log = logging.getLogger(__name__)
-_CURE = "Use the same model and outer= on all islands, and another number for each."
+_CURE = "Use the same model and outer= on all islands, and give each island its own number."
 _RETRY = 0.2
 """Seconds between two attempts to reach a server that is away, times 1 to 2."""
 

@@ -174,7 +174,7 @@ def test_a_deadlock_names_the_blocked_action_of_each_rank_and_what_it_waits_for(
     text = (
         "the pipeline schedule 'mine' ends in a deadlock: "
         "rank 0 cannot run 0B0 before 1B0 has run; rank 1 cannot run 1F1 before 0F1 has run. "
-        "Move the actions on which others wait to an earlier place in the row of their rank."
+        "Move an action that another action waits for to an earlier place in its rank's row."
     )
     for check in (validate_schedule, simulate):
         with pytest.raises(ScheduleError) as error:
