@@ -27,7 +27,7 @@ STRATEGIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "zero_offload": ("ZeROOffloadStrategy", "sharded data parallelism, optimizer on the host", {}),
     "islands": (
         "IslandsStrategy",
-        "every device trains alone, and averages its weights with the others every few steps",
+        "every device trains alone, and averages weights with the other devices every few steps",
         {},
     ),
     **{

@@ -303,7 +303,7 @@ def name_common_interface(hosts: Sequence[HostOf], rank: int, route: Route) -> l
     named = name_interface(route.interface, GLOO, NCCL)
     if rank == first:
         values = ", ".join(f"{name}={os.environ[name]}" for name in (GLOO, NCCL))
-        text = "host %s reaches the others from %s on interface %s; %s."
+        text = "host %s reaches the other hosts from %s on interface %s; %s."
         _logger.info(text, own, route.address, route.interface, values)
     return named
 
