@@ -335,7 +335,7 @@ class StepWrites:
                 f"the step calls self.logger.{called}(...) after the model call. Under a pipeline "
                 "this code runs on the last stage, but rank 0 writes to the logger, and the "
                 f"arguments cannot be sent to rank 0: {error}. Pass numbers, text, arrays and "
-                "tensors, without functions, generators or open files in them. No weight was "
+                "tensors instead, for example a list instead of a generator. No weight was "
                 "changed in this step.",
             ) from error
         self._calls.append(file.getvalue())

@@ -409,7 +409,7 @@ def gradients_of_one_rank(cured: bool) -> nn.Module:
 
 @CURES.add(
     "LP323",
-    r"cannot pickle 'generator' object.*Pass numbers, text, arrays and tensors, without functions",
+    r"cannot pickle 'generator' object.*Pass numbers, text, arrays and tensors instead",
     "pp2_one_microbatch",
     options={"trainer": lambda: {"logger": KeepingLogger()}},
 )

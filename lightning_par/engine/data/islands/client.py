@@ -411,8 +411,8 @@ class IslandClient:
                         "LP701",
                         f"island {self._place.island} could not reach its server at "
                         f"{self._place.server} (timeout={self._outer.timeout:g} s): {error}. Start "
-                        "lightning-par serve there, open its port, and use the same key. Then "
-                        "start the island again: it loads the server's weights.",
+                        "lightning-par serve there, open its port, and set LIGHTNING_PAR_KEY to "
+                        "its key. Then start the island again: it loads the server's weights.",
                     ) from error
                 if not is_said:
                     is_said = True
