@@ -68,6 +68,7 @@ class EvaluationStep:
         told: Logs, and metrics, of which a warning has said that replicas get something else.
         is_of_replica: Whether a warning or the log has said that each replica runs it alone.
         is_whole: Whether all of it runs on every stage of a pipeline, see `ModelCalls`.
+        rule: Name of the rule of the training loss with which its logs were compared.
     """
 
     random: StepRandom
@@ -76,6 +77,7 @@ class EvaluationStep:
     told: frozenset[str] = frozenset()
     is_of_replica: bool = False
     is_whole: bool = False
+    rule: str = ""
 
 
 class StepLooks(Protocol):

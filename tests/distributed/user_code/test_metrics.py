@@ -15,6 +15,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMet
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par import Hybrid3DStrategy
+from tests.distributed.user_code.test_batches import Undeclared
 from tests.support.models.plain_language_model import AttendingNet, PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -228,6 +229,35 @@ def _meaning() -> Any:
 
 def _sized() -> Any:
     return Sized().double(), _ragged()[:30]  # the last batch is not full
+
+
+class Masking(Undeclared):
+    """Its training loss leaves out tokens that its validation counts."""
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, labels = batch
+        losses = F.cross_entropy(self.net(tokens).transpose(1, 2), labels, reduction="none")
+        mask = (labels % 3 != 0).to(losses)
+        return (losses * mask).sum() / mask.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.net(batch[0]).transpose(1, 2)
+        self.log("val_loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
+
+
+def _masking() -> Any:
+    """The halves of the first batch, in the order of the samples, have as many masked labels."""
+    counts = [8, 4, 4, 8, 4, 8, 8, 4, *range(1, 9)]
+    masked = [torch.arange(12) >= count for count in counts]
+    pairs = zip(token_pairs(), masked, strict=False)
+    return Masking().double(), [(a, b % 60 // 3 * 3 + (~mask).long()) for (a, b), mask in pairs]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1"])
+def test_a_mean_over_tokens_that_the_training_loss_leaves_out(layout: str) -> None:
+    ((_, found, *_),) = run_ranks(_train, 1, None, _masking)
+    for _, got, *_ in run_ranks(_train, 2, layout, _masking, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2_interleaved"])
