@@ -25,6 +25,7 @@ __all__ = [
     "is_iterator",
     "is_written_to",
     "names_in",
+    "names_in_method",
     "refill",
     "restore_of",
     "stayed",
@@ -62,6 +63,24 @@ def names_in(function: Any) -> set[str]:
             found.update(code.co_names)
             # Nested functions, lambdas and comprehensions are constants of the code around them.
             codes += code.co_consts
+    return found
+
+
+def names_in_method(kind: type, name: str) -> set[str]:
+    """Return the names that a method of a class looks up, and those methods of the class that it
+    names, at any depth.
+
+    Args:
+        kind: The class; what is not written in Python, or not there, looks up none.
+        name: Of the method.
+    """
+    found, places, seen = set[str](), [name], {name}
+    while places:
+        names = names_in(getattr(kind, places.pop(), None))
+        found |= names
+        own = {n for n in names - seen if inspect.isfunction(getattr(kind, n, None))}
+        places += own
+        seen |= own
     return found
 
 

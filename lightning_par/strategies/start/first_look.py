@@ -64,7 +64,7 @@ _DECLARE = (
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
 _LATEST = 2**10
-"""Batches after which no number is looked at any more that was always the same, such as 0."""
+"""Batches after which no number or term of the loss is looked at any more that was always 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -562,7 +562,7 @@ class FirstLook:
         """Learn how logged numbers follow from those of parts, and name those that do not."""
         warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
         # An evaluation step changes that of the weigher. Ranks of a replica may log other numbers.
-        hides = torch.tensor(float(self._weigher.hides_logs))
+        hides = torch.tensor(float(self._weigher.hides_logs or seen.has_zero_term))
         if self._mesh.sizes.world_size > 1:
             dist.all_reduce(hides, dist.ReduceOp.MAX)
         self._hides_logs = bool(hides)

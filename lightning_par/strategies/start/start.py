@@ -5,7 +5,6 @@ an evaluation step before the first batch of each data loader. `StepRunner` asks
 knows nothing else of a look.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn, Tensor
+from torch import Tensor
 
 from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.engine.experts.router_balance import without_balance
@@ -24,7 +23,7 @@ from lightning_par.engine.memory.garbage import few_collections
 from lightning_par.engine.pipeline.refusals import PassedOverError, SecondCallError
 from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.errors import ConfigurationError, PipelineError
-from lightning_par.observe.contents import names_in
+from lightning_par.observe.contents import names_in_method
 from lightning_par.observe.cross_entropies import LookAtLosses
 from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.components.certificate import write_certificate
@@ -40,6 +39,7 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
+from lightning_par.strategies.start.joined_samples import check_joined_samples
 from lightning_par.strategies.start.logged_means import learn_rule
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
@@ -58,6 +58,9 @@ from lightning_par.strategies.step.skipped_step import gives_none_alone
 from lightning_par.strategies.step.step_report import StepReport
 
 __all__ = ["RunStart"]
+
+_GENERATES = {"generate", "past_key_values"}
+"""Names that a step uses which generates text, or keeps a cache of it."""
 
 
 class RunStart:
@@ -207,7 +210,12 @@ class RunStart:
         """Look at the step of the present batch once more, as its loss has a new form or values."""
         context, args, dims, count = self.steps.begun
         run = partial(self._look, "training_step", context, args[1:], size=dims.size or 1)
-        self._first_look.look_again(args[0], dims, count, run, self.steps.cut, may_stay)
+        looks, steps = self._first_look, self.steps
+        looks.look_again(args[0], dims, count, run, steps.cut, may_stay)
+        if not may_stay:
+            parts = [*zip(*steps.cut(args[0]), strict=True)]
+            rule, tolerance = steps.weigher.rule, looks.tolerance()
+            check_joined_samples(steps.module, steps.mesh, rule, parts, dims, run, tolerance)
 
     def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> EvaluationStep:
         """Return what is known of an evaluation step; its first batch is looked at.
@@ -221,13 +229,16 @@ class RunStart:
         """
         # By data loader (args[2:] is its number): each may give batches of another form.
         steps, key, look = self.steps, (name, *args[2:]), self._divided_look
-        known = self._met.get(key)
-        if known is None or (look is not None and look.is_unsettled(key, *args[1:2])):
-            predicts, sizes = name == "predict_step", steps.mesh.sizes
+        known, predicts, sizes = self._met.get(key), name == "predict_step", steps.mesh.sizes
+        # Before the first training step, as in a sanity check, nobody knows how its loss weighs.
+        is_judged = known is not None and (predicts or known.rule == steps.weigher.rule.name)
+        unsettled = look is not None and look.is_unsettled(key, *args[1:2])
+        if known is None or not is_judged or unsettled:
             known = EvaluationStep(
                 random=steps.random_of(name), count=steps.count, is_divided=look is not None
             )
-            known.is_whole = steps.pipeline is not None and _generates(steps.module, name)
+            generates = _GENERATES & names_in_method(type(steps.module), name)
+            known.is_whole = steps.pipeline is not None and bool(generates)
             self._met[key] = known
             if predicts:
                 known.is_divided = False
@@ -243,6 +254,7 @@ class RunStart:
                     dims = steps.dims_of(args[0], predicts=predicts)
                     batch, dims = self._shown(args[0], dims)
                     self._meet(known, name, context, [batch, *args[1:]], dims)
+            known.rule = steps.weigher.rule.name
         return known
 
     def proved(
@@ -310,7 +322,9 @@ class RunStart:
         whole, has_replicas = [(args[0], size)], steps.mesh.sizes.data > 1
         divides = (known.count > 1 or has_replicas) and size > 1 and not dims.unsure
         rules = looks.rules(args[0], dims) if divides and name != "predict_step" else []
-        parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
+        # Also by the rule in use, as one that the training step was seen to make is none of them.
+        told = [*rules, *([steps.weigher.rule] if rules else [])]
+        parts = choose_parts(args[0], dims, known.count, told) if divides else whole
         steps.random = known.random
         try:
             seen, is_random = run_parts(look, parts, whole[0])
@@ -374,6 +388,7 @@ class RunStart:
         *,
         size: int,
         made: bool = False,
+        sharpens: bool = True,
         group: dist.ProcessGroup | None = None,
         is_whole: bool = False,
     ) -> tuple[StepReport, bool]:
@@ -388,7 +403,7 @@ class RunStart:
         # Copies, as a step may write into its batch.
         steps, batches = self.steps, [map_tensors(batch, Tensor.clone) for batch, _ in parts]
         # Watched on every rank: some of what it gives is reduced over a group.
-        watch = _LookWatch(steps, batches, sharpens=made, group=group)
+        watch = _LookWatch(steps, batches, sharpens=made and sharpens, group=group)
         random = steps.random
         if made:  # which says nothing of how the step draws, and may fail
             steps.random, size = steps.random_of(name), 0
@@ -424,21 +439,6 @@ class RunStart:
     def _end_look(self) -> None:
         for restart in self.after_look.values():
             restart()
-
-
-def _generates(module: nn.Module, name: str) -> bool:
-    """Return whether a step, or a method that it calls, names what generates text, or its cache."""
-    kind, places, seen = type(module), [name], {name}
-    while places:
-        function = getattr(kind, places.pop(), None)
-        names = names_in(function) if function is not None else set()
-        if not names.isdisjoint(("generate", "past_key_values")):
-            return True
-        # Only the user's own methods are followed; those of Lightning have no cache of tokens.
-        own = {n for n in names - seen if inspect.isfunction(getattr(kind, n, None))}
-        places += own
-        seen |= own
-    return False
 
 
 class _LookWatch:

@@ -43,6 +43,13 @@ class StepReport:
     writes: bool = False
     sets: tuple[str, ...] = ()
 
+    @property
+    def has_zero_term(self) -> bool:
+        """Whether a loss has a term that is 0, as the distance to a copy of the model in its first
+        step: by which rule that term adds up shows only when it is another number.
+        """
+        return any(len(terms) > 1 and 0 in terms for each in self.terms for terms in each)
+
 
 class StepWatch(Protocol):
     """Watches a step that runs on some batches, one after the other."""

@@ -1,0 +1,160 @@
+"""Losses that take another branch by their own value, or by the samples of a batch, and terms that
+are 0 in the first step.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.distributed.user_code.test_batches import per_sample, Undeclared
+from tests.support.models.plain_language_model import token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+
+
+def bounded(change: Callable[[Tensor, float], Tensor], is_hard: Callable[[int], bool]) -> Any:
+    """A module whose step changes its loss above a limit, on whose sides parts of a batch are from
+    the third step on.
+
+    Args:
+        change: Of a loss and the limit.
+        is_hard: Whether the sample with this number has a loss that is twice as large.
+    """
+
+    class Module(Undeclared):
+        limit = 99.0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.limit = 5.5 if batch_idx > 1 else 99.0
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y, factor = batch
+            return change((per_sample(self, x, y) * factor).mean(), self.limit)
+
+    return Module(), [
+        (a, b, torch.tensor(1.0 + is_hard(i))) for i, (a, b) in enumerate(token_pairs())
+    ]
+
+
+def in_the_second_half(number: int) -> bool:
+    """Samples of later micro-batches of 8."""
+    return number % 8 > 3
+
+
+def of_the_second_replica(number: int) -> bool:
+    return number % 2 == 1
+
+
+def left_out(loss: Tensor, limit: float) -> Tensor:
+    return loss * (loss.detach() < limit)
+
+
+def chosen(loss: Tensor, limit: float) -> Tensor:
+    return torch.where(loss.detach() < limit, loss, 0.1 * loss)
+
+
+def branched(loss: Tensor, limit: float) -> Tensor:
+    return 0.1 * loss if loss > limit else loss
+
+
+@CASES.add(equal="pp2_one_microbatch", refused={"pp2": "neither the mean"})
+def a_loss_that_leaves_out_batches_above_a_limit() -> Any:
+    return bounded(left_out, in_the_second_half)
+
+
+@CASES.add(refused={"zero1": "on different sides of the bound"})
+def a_loss_that_is_made_smaller_above_a_limit() -> Any:
+    return bounded(chosen, of_the_second_replica)
+
+
+@CASES.add(equal="pp2_one_microbatch", refused={"pp2": "neither the mean"})
+def a_branch_by_the_loss_of_a_micro_batch() -> Any:
+    return bounded(branched, in_the_second_half)
+
+
+@CASES.add(refused={"zero1": "`if loss > limit`"})
+def a_branch_by_the_loss_of_a_replica() -> Any:
+    return bounded(branched, of_the_second_replica)
+
+
+@CASES.add(equal="pp2 zero1")
+def a_choice_for_each_sample() -> Any:
+    """As the refusal advises."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            losses = per_sample(self, *batch)
+            return torch.where(losses.detach() < 4.2, losses, 0.1 * losses).mean()
+
+    return Module(), token_pairs()
+
+
+def with_kinds(term: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """A module with a term for samples of a kind that one replica has, from the third step on."""
+
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            x, y, kind = batch
+            losses = per_sample(self, x, y)
+            return losses.mean() + term(losses, kind) if kind.any() else losses.mean()
+
+    pairs = enumerate(token_pairs())
+    return Module(), [(a, b, torch.tensor(i > 15 and i % 2 == 0)) for i, (a, b) in pairs]
+
+
+@CASES.add(refused={"zero1": r"`if mask.any\(\)`"})
+def a_mean_over_samples_of_a_kind_that_one_replica_has() -> Any:
+    return with_kinds(lambda losses, kind: losses[kind].square().mean())
+
+
+@CASES.add(equal="pp2 zero1")
+def a_sum_over_samples_of_a_kind_that_one_replica_has() -> Any:
+    return with_kinds(lambda losses, kind: (losses.square() * kind).sum() / len(kind))
+
+
+def with_teacher(ignores: Callable[[int], bool]) -> Any:
+    """A module with the distance to an average of its weights, which is 0 in the first step."""
+
+    class Module(Undeclared):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            logits = self.net(x)
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
+            return loss + F.mse_loss(logits, wanted)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                for ours, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                    ours.lerp_(own, 0.1)
+
+    masks = [torch.arange(12) < (i % 4 if ignores(i) else 0) for i in range(40)]
+    pairs = zip(token_pairs(), masks, strict=False)
+    return Module(), [(a, b.masked_fill(mask, -100)) for (a, b), mask in pairs]
+
+
+@CASES.add(refused={"pp2 zero1": r"(?s)neither the mean.*LP309"})
+def a_distance_to_an_average_beside_labels_that_are_left_out() -> Any:
+    return with_teacher(lambda _: True)
+
+
+@CASES.add(equal="pp2 zero1")
+def a_distance_to_an_average_beside_labels_that_all_count() -> Any:
+    return with_teacher(lambda _: False)
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
