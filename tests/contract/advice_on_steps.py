@@ -139,7 +139,6 @@ STEPS: dict[str, dict[str, str]] = {
         ),
         "average gradients over the replicas": "cures_of_steps::a_weight_of_a_loss_by_gradients",
         "bounds of samples": "cures_of_steps::a_bound_of_the_mean_or_of_each_sample",
-        "decide for each sample": "branches_of_losses::a_choice_for_each_sample",
         "step the optimizer after every n-th batch": "cures_of_steps::a_step_that_cuts_its_batch",
     },
     "LP310": {

@@ -157,19 +157,14 @@ PROOFS: dict[str, str] = {
         attribute_values::test_what_is_kept_outside_of_the_module_is_that_of_the_batch_on_every_rank
         attribute_values::test_a_minimum_of_losses_is_named
         attribute_values::test_values_that_no_look_has_seen_are_named_once""",
-    "a bound, an absolute value, a maximum or a branch by a number that is computed from all "
-    "samples: `clamp(loss.mean(), min=...)`, flooding, `if loss > limit`": """
+    "a bound, an absolute value or a maximum of a number that is computed from all samples: "
+    "`clamp(loss.mean(), min=...)`, flooding": """
         cures_of_steps::a_bound_of_the_mean_or_of_each_sample
-        branches_of_losses::a_branch_by_the_loss_of_a_micro_batch
-        branches_of_losses::a_branch_by_the_loss_of_a_replica
-        branches_of_losses::a_loss_that_leaves_out_batches_above_a_limit
-        branches_of_losses::a_loss_that_is_made_smaller_above_a_limit
         unit/strategies/step/test_loss_form.py::test_sides_of_numbers""",
     "a loss whose formula changes after some steps: a term that begins later, `topk` after a "
     "warm-up": """
         branches_of_losses::a_distance_to_an_average_beside_labels_that_all_count
         branches_of_losses::a_distance_to_an_average_beside_labels_that_are_left_out
-        branches_of_losses::a_mean_over_samples_of_a_kind_that_one_replica_has
         branches_of_losses::a_sum_over_samples_of_a_kind_that_one_replica_has
         losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on
         losses::a_sum_from_the_third_step_on end_of_run::hard_samples_from_the_third_step_on

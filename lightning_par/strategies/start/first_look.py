@@ -161,14 +161,14 @@ class FirstLook:
         ends = self.looks >= _LOOKS or is_settled
         is_shown = not self._hides_logs or self._asked > _LATEST
         self.is_over = ends and is_shown
-        if self.is_over or not self._finds_rule(microbatches):
+        # Ever more rarely: a number may be 0 for all of a run.
+        is_turn = not is_shown and self._asked & (self._asked - 1) == 0
+        if self.is_over or (ends and not is_turn) or not self._finds_rule(microbatches):
             if self.is_over and not is_settled:
                 self._name_unsettled()
             return False
-        # Ever more rarely: a number may be 0 for all of a run.
-        is_turn = not is_shown and self._asked & (self._asked - 1) == 0
-        if ends or is_turn:
-            return is_turn
+        if is_turn:
+            return True
         if not self._is_known:
             return True
         compared = weigher.compare_rules(batch, samples) if known is None else known.compared

@@ -39,7 +39,6 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
-from lightning_par.strategies.start.joined_samples import check_joined_samples
 from lightning_par.strategies.start.logged_means import learn_rule
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
@@ -210,12 +209,7 @@ class RunStart:
         """Look at the step of the present batch once more, as its loss has a new form or values."""
         context, args, dims, count = self.steps.begun
         run = partial(self._look, "training_step", context, args[1:], size=dims.size or 1)
-        looks, steps = self._first_look, self.steps
-        looks.look_again(args[0], dims, count, run, steps.cut, may_stay)
-        if not may_stay:
-            parts = [*zip(*steps.cut(args[0]), strict=True)]
-            rule, tolerance = steps.weigher.rule, looks.tolerance()
-            check_joined_samples(steps.module, steps.mesh, rule, parts, dims, run, tolerance)
+        self._first_look.look_again(args[0], dims, count, run, self.steps.cut, may_stay)
 
     def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> EvaluationStep:
         """Return what is known of an evaluation step; its first batch is looked at.
@@ -388,7 +382,6 @@ class RunStart:
         *,
         size: int,
         made: bool = False,
-        sharpens: bool = True,
         group: dist.ProcessGroup | None = None,
         is_whole: bool = False,
     ) -> tuple[StepReport, bool]:
@@ -403,7 +396,7 @@ class RunStart:
         # Copies, as a step may write into its batch.
         steps, batches = self.steps, [map_tensors(batch, Tensor.clone) for batch, _ in parts]
         # Watched on every rank: some of what it gives is reduced over a group.
-        watch = _LookWatch(steps, batches, sharpens=made and sharpens, group=group)
+        watch = _LookWatch(steps, batches, sharpens=made, group=group)
         random = steps.random
         if made:  # which says nothing of how the step draws, and may fail
             steps.random, size = steps.random_of(name), 0

@@ -9,9 +9,9 @@ loss is a number other than 0: the step divides by a bound there, and one proces
 the part out.
 
 A loss may bend a number that is made of all samples: a lower bound of a mean, the distance to a
-value, a maximum over samples, a comparison that leaves a bad batch out. Its parts add up only while
-all of them are on one side of the bend. So each part tells on which side it is, all ranks agree on
-one, and a step whose parts are on several is refused.
+value, a maximum over samples. Its parts add up only while all of them are on one side of the bend.
+So each part tells on which side it is, all ranks agree on one, and a step whose parts are on
+several is refused.
 
 The graph also holds the numbers of which a loss is a mean: the labels that a cross-entropy counts,
 a divisor. Each step confirms by them the rule that weighs batches, which was seen on the first ones
@@ -56,8 +56,6 @@ _BENDS = {
 }
 """Operation -> names of what it keeps of its call: the number that is bent or made, and the place
 of the bend; without a name it is at 0."""
-_CONDITIONS = {"MulBackward": ("self", "other"), "WhereBackward": ("condition",)}
-"""Operations that leave a number out, or choose it, by a comparison -> names of what they keep."""
 _EXTREMES = ("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward")
 """Operations that choose a sample. Its loss adds up while it is 0 for all samples."""
 _FORMS = 16
@@ -150,10 +148,6 @@ def sides_of(graph: LossGraph) -> Iterator[Hashable]:
             # A tensor with a dim of samples, even of one, bends each of them by itself.
             if isinstance(value, Tensor) and not value.ndim:
                 yield name, bool(value > other)
-        elif name in _CONDITIONS:
-            for value in (_kept(node, key) for key in _CONDITIONS[name]):
-                if isinstance(value, Tensor) and not value.ndim and value.dtype == torch.bool:
-                    yield name, bool(value)
         elif name in _EXTREMES:
             value = _saved(node, "result")
             if isinstance(value, Tensor) and not value.ndim:

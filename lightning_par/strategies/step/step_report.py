@@ -45,10 +45,11 @@ class StepReport:
 
     @property
     def has_zero_term(self) -> bool:
-        """Whether a loss has a term that is 0, as the distance to a copy of the model in its first
-        step: by which rule that term adds up shows only when it is another number.
+        """Whether a loss has a term that is 0 for the batch and all its parts, as the distance to a
+        copy of the model in its first step: how that term adds up shows only when it is not 0.
         """
-        return any(len(terms) > 1 and 0 in terms for each in self.terms for terms in each)
+        of_losses = ([*zip(*terms, strict=False)] for terms in zip(*self.terms, strict=False))
+        return any(len(found) > 1 and not all(map(any, found)) for found in of_losses)
 
 
 class StepWatch(Protocol):
