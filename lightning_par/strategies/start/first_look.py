@@ -122,7 +122,7 @@ class FirstLook:
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
-        self.looks, self._is_known, self.share = 0, True, Share()
+        self.looks, self._is_known, self.share, self._fits = 0, True, Share(), frozenset[str]()
         self._asked, self._hides_logs = 0, False  # after the first look; as of the weigher
         self._stays: LossRule | None = None  # the rule in use, if a look is to change it only if
         # it does not fit
@@ -399,7 +399,7 @@ class FirstLook:
             fitting, source = kept, "seen in cross_entropy"
         elif found.is_random:
             return
-        fitting = fitting or names
+        fitting = [n for n in fitting or names if n in self._fits] or fitting or names
         if len(fitting) > 1:
             near = [rule for rule in rules if rule.name in fitting]
             made = self._contrast(near, found, batch, dims, microbatches, run)
@@ -514,8 +514,8 @@ class FirstLook:
         self, rules: Sequence[LossRule], fitting: Sequence[str], source: str, ratios: Any
     ) -> None:
         """Give the weigher its rule, and those that fit as well so far."""
-        by_name = {rule.name: rule for rule in rules}
-        weigher = self._weigher
+        by_name, weigher = {rule.name: rule for rule in rules}, self._weigher
+        self._fits = frozenset(fitting)
         weigher.rule = by_name[fitting[0]]
         trusted = weigher.rule is rules[0] and self._layout.labels is not None
         others = [] if trusted else [by_name[name] for name in fitting[1:]]
