@@ -10,12 +10,14 @@ the samples).
 
 A minimum of losses is combined in no such way, and is told. So a look has three rounds: the whole
 and its parts; the parts once more, one after the other; the whole and its parts, from what the
-whole has left, and the whole from what a part has left: a count of steps is the same there.
+whole has left.
 
-A value that first changes in a later step, such as in the second epoch, is followed without a look:
-if micro-batches leave unlike values, it is told. Followed is what stands in attributes, and in the
-dicts, lists, tuples and objects in them, also in those that a step puts in the place of others. A
-new list that has more entries for more samples is joined like a tensor.
+A value that first changes in a later step, such as in the second epoch, is followed without a
+look: if micro-batches leave unlike values, it is told.
+
+Followed is what stands in attributes, and in the dicts, lists, tuples and objects in them, also in
+those that a step puts in the place of others. A new list that has more entries for more samples is
+joined like a tensor.
 
 Length: the rounds of a look, and what they mean for numbers, tensors and arrays alike.
 """
@@ -24,7 +26,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.observe.contents import refill
+from lightning_par.observe.contents import copy_of, refill
 from lightning_par.strategies.components.attribute_paths import (
     ABSENT,
     around,
@@ -58,10 +59,7 @@ from lightning_par.strategies.components.value_kinds import (
     as_list,
     change_of,
     combined,
-    copies_of,
-    detached,
     goes_on,
-    is_count,
     is_near,
     is_of_losses,
     is_on_host,
@@ -71,7 +69,6 @@ from lightning_par.strategies.components.value_kinds import (
     joins_to,
     kind_of_list,
     LATER,
-    left_by_others,
     linear_mark,
     Mark,
     nothing_like,
@@ -87,8 +84,8 @@ from lightning_par.upstream.tensor import count_of_changes
 __all__ = ["AttributeValues"]
 
 Learned = tuple[dict[Path, bool], dict[Path, Any], list[Path], list[str]]
-"""What a look has found: values that begin anew -> whether they are joined; of those which parts
-leave otherwise, what the whole left and others may leave; values that go on; names of untold lists.
+"""What a look has found: values that begin anew -> whether they are joined; what the whole has left
+of those that parts leave otherwise; values that go on; names of lists that are not told.
 """
 
 _MOST, _SENT = 2**16, 2**20
@@ -113,8 +110,7 @@ class AttributeValues:
         self.anew: dict[Path, bool] = {}
         self.is_known = not divides
         self._going: list[Path] = []  # what goes on from one micro-batch to the next
-        # By the whole of a look, where parts leave otherwise; and what other samples may leave.
-        self._left: dict[Path, tuple[Any, Any]] = {}
+        self._left: dict[Path, Any] = {}  # by the whole of a look, where parts leave otherwise
         self._runs = 0  # of a round of a look
         # What stood there when the step began; also dicts, lists and objects that hold values.
         self._raw: dict[Path, Any] = {}
@@ -185,7 +181,7 @@ class AttributeValues:
         stay = around(path for path in self._going if path not in self.anew)
         run = index - 2 * self._runs  # of the third round of a look
         begins = self._start if run < 0 or not self._runs else self._beginning(run)
-        if self._runs and (index <= self._runs or run in (0, 1, self._runs)):
+        if self._runs and (index <= self._runs or 0 <= run <= 1):  # also the first of the second
             put_all(self._scopes, self._raw, self._contents)
             self._put(begins, set())
         elif not self._runs or run > 1:
@@ -197,7 +193,7 @@ class AttributeValues:
         contents = contents_of(before.values())
         # Of tensors and arrays those that were seen to change: a step may write into them.
         going = before if self._runs or is_last else self._found(self._going)
-        for path, value in copies_of(self._values_in(going)).items():
+        for path, value in _copies(self._values_in(going)).items():
             if window_of(path) is None:  # whose entries tell, as they are, what has come to it
                 set_at(self._scopes, path, value)
         try:
@@ -205,7 +201,7 @@ class AttributeValues:
         finally:
             now = self._now(None if self._runs else self.anew, new=True)
             # Copies in a look, in which later runs may write to the same tensor.
-            self._ends[index] = copies_of(now) if self._runs else detached(now)
+            self._ends[index] = _copies(now) if self._runs else _detached(now)
             if not self._runs:
                 found = ((place, value_at(self._scopes, place)) for place in around(self.anew))
                 dicts = ((place, held) for place, held in found if isinstance(held, dict))
@@ -269,10 +265,10 @@ class AttributeValues:
                 self._unknown.add(path[:2])
                 continue
             found[0][path] = len(shapes) > 1
-            if is_alike or (is_count(value) and all(is_same(each, value) for each in parts)):
+            if is_alike:
                 self._alike.add(path)
             if size_of(value) <= _SENT and not is_alike:
-                found[1][path] = value, left_by_others(value, start, parts[0])
+                found[1][path] = value
         return found
 
     def _learn_windows(self, ends: Sequence[Mapping[Path, Any]], found: Learned) -> None:
@@ -336,11 +332,10 @@ class AttributeValues:
 
     def _beginning(self, run: int) -> dict[Path, Any]:
         """Return with which values a run of the third round begins."""
-        of_whole, of_others = run in (0, self._runs), run == self._runs
         # A part cannot begin with what the rows of the whole have left.
-        taken = (path for path in self._left if of_whole or not self.anew.get(path))
-        begins = self._start | {path: self._left[path][of_others] for path in taken}
-        if of_whole or run == 1:
+        left = {path: v for path, v in self._left.items() if not run or not self.anew.get(path)}
+        begins = self._start | left
+        if run < 2:
             return begins
         # What does not begin anew goes on, as it will in steps.
         now = {path: value for path, value in self._now().items() if not isinstance(value, list)}
@@ -370,17 +365,13 @@ class AttributeValues:
         micro-batch would begin with its own.
 
         Args:
-            losses: Of the first round; and, if there was one, the first and last of the third.
+            losses: Of the first round; and, if there was one, the first of the third round.
             is_alone: Whether there is one replica: then only what is joined differs by micro-batch.
         """
         if len(losses) <= self._runs or (is_alone and not any(self.anew.values())):
             return False
-        one, of_whole, of_others = losses[0], *losses[-2:]
-        is_near_to = partial(math.isclose, of_whole, abs_tol=1e-12)
-        # Where it follows from counts alone, nothing but the rounding of this step may differ.
-        by_counts = is_near_to(of_others, rel_tol=self._tolerance / 1000)
-        is_same_again = is_near_to(one, rel_tol=self._tolerance / 10)
-        return math.isfinite(one) and not (is_same_again or by_counts)
+        one, other, rounding = losses[0], losses[-1], self._tolerance / 10
+        return math.isfinite(one) and not math.isclose(one, other, rel_tol=rounding, abs_tol=1e-12)
 
     def put_back(self) -> None:
         """Put back what was there before a step, on other stages than the last one, which has
@@ -469,7 +460,7 @@ class AttributeValues:
     def _note(self, paths: Iterable[Path]) -> None:
         self._raw = self._found(paths)
         values = self._values_in(self._raw).items()
-        self._start = copies_of({path: value for path, value in values if window_of(path) is None})
+        self._start = _copies({path: value for path, value in values if window_of(path) is None})
 
     def _found(self, paths: Iterable[Path] | None) -> dict[Path, Any]:
         """Return what stands there now, and the containers around it; None: all that there is."""
@@ -544,7 +535,7 @@ class AttributeValues:
             if (path in self.anew if not self._runs else not is_same(now.get(path), value))
         }
         # Copies: a backward that is to come may need those of an earlier micro-batch.
-        self._given |= {p: v for p, v in copies_of(fresh).items() if set_at(self._scopes, p, v)}
+        self._given |= {p: v for p, v in _copies(fresh).items() if set_at(self._scopes, p, v)}
 
     def _put_containers(self, stay: set[Path]) -> None:
         """Put back the dicts, lists, tuples and objects in whose place the step has put others, but
@@ -597,3 +588,13 @@ class AttributeValues:
             raw[:] = value
         else:
             set_at(self._scopes, path, value)
+
+
+def _detached(values: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {p: v.detach() if isinstance(v, Tensor) else v for p, v in values.items()}
+
+
+def _copies(values: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Return copies of values; one that has two names has them again."""
+    copies = {id(value): copy_of(value) for value in values.values()}
+    return {path: copies[id(value)] for path, value in values.items()}

@@ -1,7 +1,7 @@
 """Numbers, and tensors and arrays of numbers: told apart, compared, joined and computed alike."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ __all__ = [
     "as_list",
     "change_of",
     "combined",
-    "copies_of",
-    "detached",
     "goes_on",
     "is_count",
     "is_near",
@@ -32,7 +30,6 @@ __all__ = [
     "join",
     "joins_to",
     "kind_of_list",
-    "left_by_others",
     "like",
     "linear_mark",
     "nothing_like",
@@ -59,17 +56,6 @@ def is_value(value: Any) -> bool:
     if type(value) is int:
         return value.bit_length() <= 64
     return type(value) in (bool, float) or isinstance(value, np.integer | np.floating)
-
-
-def detached(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return values without their graphs."""
-    return {p: v.detach() if isinstance(v, Tensor) else v for p, v in values.items()}
-
-
-def copies_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return copies of values; one that has two names has them again."""
-    copies = {id(value): copy_of(value) for value in values.values()}
-    return {path: copies[id(value)] for path, value in values.items()}
 
 
 def size_of(value: Any) -> int:
@@ -267,21 +253,6 @@ def goes_on(
     # largest, as lengths of samples that are all alike do.
     is_tied = all(is_near(change_of(start, value), change, tolerance) for value in parts)
     return is_near(end, change, tolerance) and not is_tied
-
-
-def left_by_others(value: Any, start: Any, part: Any) -> Any:
-    """Return what other samples may leave where the whole of a look leaves a value: the same if it
-    is a count that each part leaves so.
-
-    Args:
-        value: That of the whole.
-        start: Before the step.
-        part: That of a part, of the same shape or with fewer rows.
-    """
-    other = part if np.shape(part) == np.shape(value) else value[[0] * len(value)]
-    is_other = is_count(value) or isinstance(value, bool) or not is_same(other, value)
-    # The losses of a model that knows nothing yet are all equal.
-    return other if is_other else like(value, wide(value) + change_of(start, value))
 
 
 def combined(

@@ -198,9 +198,10 @@ class PipelinedSteps:
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
             with prepared, self._buffers.step() if self._buffers.is_active else nullcontext():
+                schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
                 run = self.executor.run(
-                    self._schedule(len(parts)), step, signatures, scaled_loss, around, self._replay
+                    schedule, step, signatures, scaled_loss, around, self._replay
                 )
         self.last_run, self.last_weight = run, weights.of_loss
         if self._sequence is not None:
@@ -282,7 +283,7 @@ class PipelinedSteps:
         of_buffers = trains and count > 1 and not self._buffers.is_known
         learns = of_buffers or (trains and count > 1 and not self._values.is_known)
         # Copies, as the step may write into its batch.
-        again = [*batches[1:], batches[1], *batches, batches[0]] if learns else []
+        again = [*batches[1:], batches[1], *batches] if learns else []
         again = [map_tensors(batch, Tensor.clone) for batch in again]
         given = name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
         buffers = self._buffers.look(count - 1) if of_buffers else nullcontext()
@@ -295,15 +296,15 @@ class PipelinedSteps:
             self._attributes.begin()
             if count > 1:
                 run.results |= self._forward_only(*given, cut=(1, 2 * count)).results
-            learned = self._values.learn() if learns and run.results and not has_failed() else None
+            can_learn = learns and bool(run.results) and not has_failed()
+            learned = self._values.learn() if can_learn else None
             if learns and self._values.take(self._attributes_sent.broadcast(learned)):
-                for cut in ((2 * count, 3 * count), (3 * count, None)):  # the last begins anew
-                    run.results |= self._forward_only(*given, cut=cut).results
+                run.results |= self._forward_only(*given, cut=(2 * count, None)).results
                 self._values.anew = self.from_last_stage(self._values.confirm())
             found = None
             if all(index in run.results for index in range(count)) and not has_failed():
-                ends = (*range(count), 2 * count, 3 * count) if trains else ()
-                losses = [float(loss_of(run.results[i]).detach()) for i in ends if i in run.results]
+                ends = (i for i in (*range(count), 2 * count) if trains and i in run.results)
+                losses = [float(loss_of(run.results[i]).detach()) for i in ends]
                 returned = [returned_numbers(name, run.results[i]) for i in range(count)]
                 rows = zip(calls, returned, self._values.calls(count), strict=True)
                 found = watch.report(
@@ -381,7 +382,7 @@ class PipelinedSteps:
             # A look runs its parts once more, and then all of them, which have been followed.
             own, number = len(calls), index
             if index >= own:
-                number = (index - own) % (own - 1) + 1 if index < 2 * own else index % own
+                number = (index - own) % (own - 1) + 1 if index < 2 * own else index - 2 * own
             is_again = number != index
             logged = [] if is_again else calls[index]
             logs = record_logs(self.module, logged, value_of, on_step=trains)
