@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_par.checkpoint.storage import DTYPES
-from lightning_par.errors import CheckpointError, either
+from lightning_par.checkpoint.storage import DTYPES, how_to_store
+from lightning_par.errors import CheckpointError
 
 __all__ = ["Decoder", "Encoder", "PickledValueError"]
 
@@ -130,9 +130,7 @@ class Encoder:
             raise CheckpointError(
                 "LP505",
                 f"{where} cannot be saved: it is a tensor of {value.dtype}, which a safetensors "
-                "file cannot hold. Convert it to one of "
-                f"{either(sorted(str(d) for d in DTYPES.values()))}; torch.view_as_real(tensor) "
-                "stores a complex tensor as real numbers.",
+                f"file cannot hold. {how_to_store(value)}",
             )
         # Numbers: a path of keys could hold what a safetensors key may not, and two could be
         # equal.

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_par.checkpoint.index import file_name
 from lightning_par.checkpoint.json_encoding import Encoder
 from lightning_par.checkpoint.pieces import Piece
-from lightning_par.checkpoint.storage import DTYPES, tensors_length
+from lightning_par.checkpoint.storage import DTYPES, how_to_store, tensors_length
 from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
@@ -139,7 +139,7 @@ def make_part(
             raise CheckpointError(
                 "LP505",
                 f"the tensor {piece.box.name} has the dtype {piece.values.dtype}, which a "
-                "safetensors file cannot hold. Convert it to another dtype.",
+                f"safetensors file cannot hold. {how_to_store(piece.values)}",
             )
     # One encoder for all three, as keys of tensors are numbers within one file.
     encoder = Encoder(file_name("state", rank, world))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_par.checkpoint.file_system import current_of, Place, UrlPath
 from lightning_par.checkpoint.progress import advance
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import CheckpointError, either
 
 __all__ = [
     "DTYPES",
@@ -34,6 +34,7 @@ __all__ = [
     "FileRecord",
     "check_regular",
     "discard",
+    "how_to_store",
     "missing_in",
     "partial_path",
     "partials_of",
@@ -239,6 +240,16 @@ def write_tensors(
         # The header is written: a tensor of another size would shift all that follow.
         assert (tensor.dtype, tensor.shape) == (tensors[key].dtype, tensors[key].shape), key
         file.write_values(tensor)
+
+
+def how_to_store(tensor: Tensor) -> str:
+    """Return what to store in place of a tensor of a dtype that is not in `DTYPES`."""
+    if tensor.is_complex():
+        return (
+            "Store it as real numbers, torch.view_as_real(tensor), of which "
+            "torch.view_as_complex makes the complex tensor again."
+        )
+    return f"Convert it to one of {either(sorted(map(str, DTYPES.values())))}."
 
 
 def tensors_length(tensors: Mapping[str, Tensor]) -> int:

@@ -131,7 +131,7 @@ class ParallelCLI(LightningCLI):
         name = self.config.get(str(self.subcommand), self.config).get("trainer.strategy")
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(name, str) and name not in known:
-            hint = nearest(name, known, cutoff=0.6, otherwise="")
+            hint = nearest(name, known, cutoff=0.6, otherwise=".")
             raise ConfigurationError(
                 "LP904",
                 f"trainer.strategy={name!r} is not registered{hint}\nThe registered strategies "

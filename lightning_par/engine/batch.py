@@ -423,11 +423,18 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
     """
     shape = tuple(getattr(entry, "shape", ()))
     if not -len(shape) <= dim < len(shape):
+        found, cure = (
+            f"its shape is {shape}",
+            "Correct this dim in BatchLayout(sequence_dims=...), or remove the entry from "
+            "sequence_dims if it has no sequence dim.",
+        )
+        if entry is None:
+            found = "this entry is None"
+            cure = "Give every batch this entry, or name it in BatchLayout(optional=...), too."
         raise PlanError(
             "LP302",
             f"the plan says that dim {dim} of the batch entry {path!r} is its sequence dim, but "
-            f"{'this entry is None' if entry is None else f'its shape is {shape}'}. Correct "
-            "BatchLayout(sequence_dims=...), and leave out entries that some batches lack.",
+            f"{found}. {cure}",
         )
     return int(shape[dim])
 

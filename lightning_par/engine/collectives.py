@@ -328,10 +328,11 @@ class _NoGradient(torch.autograd.Function):
             "LP320",
             "the step computes a gradient of a gradient (create_graph=True), but an operation in "
             "it has no second derivative on this mesh. If it is the cross-entropy of logits "
-            "sharded over the vocabulary, give the head the style 'colwise_gather_output'. If "
-            "tokens are sent to experts of other ranks, use expert_parallel_size=1. If attention "
-            "runs on divided sequences, use context_parallel_size=1. If the step reads a sharded "
-            "parameter, use a zero_stage below 3.",
+            "sharded over the vocabulary, give the head the style 'colwise_gather_output' in "
+            "ParallelPlan(tensor=...). If tokens are sent to experts of other ranks, use "
+            "expert_parallel_size=1. If attention runs on divided sequences, use "
+            "context_parallel_size=1. If the step reads a sharded parameter, use a zero_stage "
+            "below 3.",
         )
 
 

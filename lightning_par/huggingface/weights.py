@@ -113,10 +113,10 @@ def _join(name: str, converter: Any, sources: _Parts) -> StoredTensor:
         kinds = ", ".join(type(operation).__name__ for operation in converter.operations)
         raise CheckpointError(
             "LP510",
-            f"the weight {name} is computed from the tensors {', '.join(sources)} of the "
-            f"checkpoint by {kinds}, so a rank cannot read only its own part of {name}. Build the "
-            "model with from_pretrained in the LightningModule's constructor instead, and train "
-            "without ckpt_path.",
+            f"the weight {name} cannot be loaded: transformers computes it from the tensors "
+            f"{', '.join(sources)} of the checkpoint by {kinds}, but here each rank reads only its "
+            "own part of a weight from the files. Build the model with from_pretrained in the "
+            "LightningModule's constructor instead, and train without ckpt_path.",
         )
     return merged[0]
 

@@ -349,7 +349,7 @@ def _check_tensor(
     asked = f"tensor_parallel_size={degree}"
     problems += [
         f"{asked}: {p}, not divisible by {degree}. Use tensor_parallel_size={fit}, or change this "
-        "number in the model."
+        f"number in the model to a multiple of {degree}."
         for p in _alike(misfits)
     ]
     if sequence_parallel and resolved.plan.sequence_region != "none":

@@ -118,5 +118,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             "LP604",
             f"{kind.__name__}(amsgrad=True) cannot be offloaded: the offloaded step keeps two "
-            "moments of each parameter, but amsgrad needs a third one. Use amsgrad=False.",
+            "moments of each parameter, but amsgrad needs a third one. Use amsgrad=False, or "
+            "a strategy without offloading, such as Hybrid3DStrategy(zero_stage=2).",
         )

@@ -193,7 +193,7 @@ class VocabShardedLogits(Tensor):
     group: dist.ProcessGroup
     vocab_dim: int
     what = "are sharded over the vocabulary"
-    instead = "give the head the style 'colwise_gather_output'"
+    instead = "give the head the style 'colwise_gather_output' in ParallelPlan(tensor=...)"
 
     @staticmethod
     def wrap(

@@ -19,7 +19,20 @@ from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 
-__all__ = ["explain_shards", "failing_module", "holds_tensor_shards", "read_whole_parameters"]
+__all__ = [
+    "BLOCK_CALLS",
+    "explain_shards",
+    "failing_module",
+    "holds_tensor_shards",
+    "read_whole_parameters",
+]
+
+BLOCK_CALLS = (
+    "ZeRO gathers the weights of a block only when the block is called as block(x). Here the code "
+    "called block.forward(x), or it used a weight of a block outside of this block. Call the block "
+    "as block(x), and use its weights only inside of its forward; or use zero_stage=0"
+)
+"""Why a weight is still a shard under ZeRO, and what to write."""
 
 
 def read_whole_parameters(
@@ -139,9 +152,7 @@ def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
         return PlanError(
             "LP208",
             f"{where} computes with weights that are still sharded over the replicas: "
-            f"{str(error).strip().rstrip('.')}.\nWhy: ZeRO gathers the weights of a block when "
-            "the block is called as block(x), but not for block.forward(x) or for code outside of "
-            "the block.\nWhat to write: call the block as block(x), or use zero_stage=0.",
+            f"{str(error).strip().rstrip('.')}.\nWhy: {BLOCK_CALLS}.",
         )
     said = str(error).strip().rstrip(".")
     cures = [cure for sign, cure in _CURES.items() if sign in said]

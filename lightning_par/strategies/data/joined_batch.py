@@ -85,7 +85,7 @@ def _turns(sizes: Sequence[int]) -> list[int]:
 def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> Any:  # house: by kind
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        raise CannotJoinError(f"{path or 'the batch'} has different types on the replicas")
+        raise CannotJoinError(f"{_named(path)} has different types on the replicas")
 
     def inner(key: Any, items: list[Any]) -> Any:
         return _join(items, sizes, f"{path}.{key}".lstrip("."), layout)
@@ -94,7 +94,7 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
         return _join_tensors(values, sizes, path, layout)
     if isinstance(first, Mapping):
         if any(set(value) != set(first) for value in values):
-            raise CannotJoinError(f"{path or 'the batch'} has different keys on the replicas")
+            raise CannotJoinError(f"{_named(path)} has different keys on the replicas")
         joined = {key: inner(key, [value[key] for value in values]) for key in first}
         # A copy keeps what a class of the user's holds besides its entries.
         if isinstance(first, MutableMapping):
@@ -108,7 +108,7 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
         return [items[number] for number in _turns(sizes)]
     if isinstance(first, list | tuple):
         if any(len(value) != len(first) for value in values):
-            raise CannotJoinError(f"{path or 'the batch'} has different lengths on the replicas")
+            raise CannotJoinError(f"{_named(path)} has different lengths on the replicas")
         items = [inner(i, list(items)) for i, items in enumerate(zip(*values, strict=True))]
         return rebuild(first, [*enumerate(items)])
     if hasattr(first, "__dict__") and type(first).__module__ != "builtins":
@@ -118,8 +118,12 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
             object.__setattr__(made, key, inner(key, [vars(value)[key] for value in values]))
         return made
     if not all(bool(value == first) for value in values):
-        raise CannotJoinError(f"{path or 'the batch'} has different values on the replicas")
+        raise CannotJoinError(f"{_named(path)} has different values on the replicas")
     return first
+
+
+def _named(path: str) -> str:
+    return f"the entry {path!r}" if path else "the batch"
 
 
 def _is_list_of_samples(values: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
@@ -138,12 +142,10 @@ def _join_tensors(values: list[Tensor], sizes: Sequence[int], path: str, layout:
     ):
         if all(v.shape == first.shape and torch.equal(v, first) for v in values):
             return first
-        raise CannotJoinError(
-            f"{path or 'the batch'} has no batch dim and differs between the replicas"
-        )
+        raise CannotJoinError(f"{_named(path)} has no batch dim and differs between the replicas")
     if any(v.shape[1:] != first.shape[1:] for v in values):
         if layout is None:
-            raise CannotJoinError(f"{path or 'the batch'} has different shapes on the replicas")
+            raise CannotJoinError(f"{_named(path)} has different shapes on the replicas")
         # Replicas pad their own batches to the longest of their own samples.
         longest = [max(v.shape[d] for v in values) for d in range(1, first.ndim)]
         is_label = path in (layout.labels, layout.shifted) or any(

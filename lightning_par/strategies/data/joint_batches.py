@@ -51,10 +51,11 @@ def share_joint_batch(
     except (CannotJoinError, ValueError) as error:
         raise ConfigurationError(
             "LP326",
-            f"a step gets a batch from each of {len(shares)} data loaders. The number of samples "
-            f"in one of these batches is not divisible by {replicas} replicas. In this case the "
-            "first replica joins the batches of all replicas, but these cannot be joined: "
-            f"{error}. Pass drop_last=True to the loaders, or pad all samples to one length.",
+            f"the batches of the replicas cannot be joined: {error}. Why they are joined: a step "
+            f"gets a batch from each of {len(shares)} data loaders, and the number of samples in "
+            f"one of these batches is not divisible by {replicas} replicas, so the first replica "
+            "has to compute the step on the samples of all replicas. Pass drop_last=True to the "
+            "loaders, or pad all samples to one length.",
         ) from error
     is_first = mesh.data_rank == 0
     share = Share(smallest=0, fills=not is_first, is_even=False, is_whole=True)

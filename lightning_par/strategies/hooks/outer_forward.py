@@ -56,7 +56,7 @@ def _traced() -> ConfigurationError:
         "torch.jit.trace was called on a module of which this rank holds only a part "
         "(a logger with log_graph=True calls it). Log the graph in setup, before the "
         "module is sharded: self.logger.experiment.add_graph(self, "
-        "self.example_input_array). Pass log_graph=False to the logger.",
+        "self.example_input_array), and pass log_graph=False to the logger.",
     )
 
 

@@ -225,9 +225,10 @@ def refuse_prompt(num_devices: int) -> None:
         raise ConfigurationError(
             "LP711",
             f"{num_devices} devices need {num_devices} processes, each of which runs your script, "
-            "but a notebook or a Python prompt has no script. Begin the cell with `%%writefile "
+            "but a notebook or a Python prompt has no script. At a prompt, write the code into a "
+            "file and run this file with python. In a notebook, begin the cell with `%%writefile "
             "train.py`, and run `!python train.py` in the next cell. With devices=1 any strategy "
-            "can train in the notebook itself.",
+            "can train at the prompt or in the notebook itself.",
         )
 
 

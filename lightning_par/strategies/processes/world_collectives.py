@@ -214,9 +214,9 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
         f"{frame.f_code.co_name} ({where}) calls torch.distributed.{name} without a group: on "
         f"{sizes} it runs over all {sizes.world_size} ranks, {why}. Use self.all_gather(tensor) or "
         "self.trainer.strategy.reduce(tensor, reduce_op='sum'), or pass "
-        "group=self.trainer.strategy.mesh.data_group: these run over the replicas only. For a mean "
-        f"divide by self.trainer.strategy.mesh.sizes.data ({sizes.data}), the number of replicas. "
-        "If the call has to run over all ranks, pass your own group: "
+        "group=self.trainer.strategy.mesh.data_group: these run over the replicas only. For a "
+        f"mean, divide by self.trainer.strategy.mesh.sizes.data ({sizes.data}), the number of "
+        "replicas. If the call has to run over all ranks, pass your own group: "
         "torch.distributed.new_group().",
     )
 

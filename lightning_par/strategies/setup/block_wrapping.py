@@ -134,8 +134,8 @@ def check_recomputation(
         problems.append(
             "ActivationCheckpointing found no blocks in the model. No plan names them, and the "
             "model has no nn.ModuleList or nn.Sequential of two or more modules of the same "
-            "class, each with parameters and a forward. Put the blocks into one, or return "
-            "ParallelPlan(blocks=...) from parallel_plan() of the model."
+            "class, each with parameters and a forward. Put the blocks into an nn.ModuleList, or "
+            "return ParallelPlan(blocks=...) from parallel_plan() of the model."
         )
     if what.parts == "plan" and not resolved.plan.checkpointable:
         problems.append(

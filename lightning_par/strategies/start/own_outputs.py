@@ -117,7 +117,8 @@ def check_tensor_ranks(
             "samples).\nWhy: the loss uses an activation that is sharded, so each rank computes it "
             "from its own tokens or features.\nWhat to write: use sequence_parallel=False, or give "
             "the module whose output enters the loss a style that gathers it "
-            "('sequence_gather_output' or 'colwise_gather_output').\nNo weight was changed.",
+            "('sequence_gather_output' or 'colwise_gather_output') in ParallelPlan(tensor=...)."
+            "\nNo weight was changed.",
         )
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.pipeline.side_effects import explain_absent
 from lightning_par.engine.tensor.whole_parameters import (
+    BLOCK_CALLS,
     explain_shards,
     failing_module,
     holds_tensor_shards,
@@ -127,11 +128,7 @@ def _mixed_text(module: nn.Module, operation: str, trace: TracebackType | None) 
     sharded = [n for n, p in owner.named_parameters(recurse=False) if isinstance(p, DTensor)]
     weights = f" ({', '.join(sharded)})" if sharded else ""
     if not holds_tensor_shards(module):
-        cure = (
-            "ZeRO gathers the weights of a block when the block is called as block(x), but not "
-            "for block.forward(x) or for code outside of the block. Call the block as block(x), "
-            "or use zero_stage=0"
-        )
+        cure = BLOCK_CALLS
     elif sharded:
         cure = (
             "If this code runs in a forward, give the module that holds the weight a style in "

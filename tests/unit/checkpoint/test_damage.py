@@ -344,5 +344,11 @@ def test_what_cannot_be_stored_is_named() -> None:
 
     with pytest.raises(CheckpointError, match=r"odd\.0 is a function, which cannot be stored"):
         part_of(1, 0, state={"odd": {"0": lambda: 1}})
-    with pytest.raises(CheckpointError, match=r"odd cannot be saved: .* torch\.complex128"):
-        part_of(1, 0, state={"odd": torch.zeros(2, dtype=torch.complex128)})
+    cures = {
+        torch.complex128: r"as real numbers, torch\.view_as_real\(tensor\)",
+        torch.float8_e4m3fnuz: r"Convert it to one of torch\.bfloat16, .* or torch\.uint8\.",
+    }
+    for dtype, cure in cures.items():
+        with pytest.raises(CheckpointError, match=rf"odd cannot be saved: .* {dtype}, .*{cure}"):
+            part_of(1, 0, state={"odd": torch.zeros(2, dtype=dtype)})
+    part_of(1, 0, state={"odd": torch.view_as_real(torch.zeros(2, dtype=torch.complex128))})

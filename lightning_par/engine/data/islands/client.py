@@ -26,7 +26,7 @@ from lightning_par.errors import IslandError, NonFiniteError
 __all__ = ["Exchange", "IslandClient", "Place"]
 
 _log = logging.getLogger(__name__)
-_CURE = "Use the same model and outer= on all islands, and give each island its own number."
+_CURE = "Use the same model and outer= on all islands, and another LIGHTNING_PAR_ISLAND on each."
 _RETRY = 0.2
 """Seconds between two attempts to reach a server that is away, times 1 to 2."""
 
@@ -299,7 +299,8 @@ class IslandClient:
                     "LP703",
                     f"the weight {held.region.name} has NaN or infinite entries after "
                     f"{self._own_steps} steps of island {self._place.island}, so its update was "
-                    "not sent. Restart the island: it loads the weights from the server.",
+                    "not sent. Restart the island, which loads the weights from the server. If "
+                    "this happens again, use a lower learning rate.",
                 )
             # Other ranks of the island hold the same box, and one of them sends it.
             if held.region.sends:
@@ -473,8 +474,7 @@ class IslandClient:
             raise IslandError("LP702", said + _CURE)
 
     def _limit(self) -> int:
-        """Return the bytes of the longest answer."""
-        # 8 bytes for each entry in any encoding, and room for scales.
+        """Return the bytes of the longest answer: 8 for an entry in any encoding, 16 for scales."""
         return sum(torch.Size(h.region.size).numel() * 8 + 16 for h in self._held)
 
     def _disconnect(self) -> None:

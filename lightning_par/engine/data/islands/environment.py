@@ -32,7 +32,8 @@ def read_key(file: str | Path | None, variable: str | None) -> bytes:
         raise ConfigurationError(
             "LP704",
             f"the key of the islands cannot be read: {error}. Create a key with `openssl rand "
-            "-hex 32 > FILE`, and use it for the server and all islands.",
+            "-hex 32 > FILE`, copy FILE to the server and all islands, and give its path there: "
+            "--key-file of lightning-par serve, and key_file= in outer= of the islands.",
         ) from error
     if len(key) < _SHORTEST:
         raise ConfigurationError(
