@@ -138,7 +138,7 @@ def test_weights_that_have_to_be_computed_are_not_read_in_parts(tmp_path: Path) 
     converter = WeightConverter(["table"], ["left", "right"], [Chunk(dim=0)])
     sources = {"table": [reader.weights().find("table")]}
     with pytest.raises(
-        CheckpointError, match=r"left is computed from the tensors table .* by Chunk"
+        CheckpointError, match=r"left cannot be loaded: .* from the tensors table .* by Chunk"
     ):
         _join("left", converter, sources)
 
@@ -151,8 +151,15 @@ def test_what_is_captured_has_to_be_a_tensor() -> None:
     other = torch.nn.Sequential(torch.nn.Module())
     other[0].forward = lambda: "text"  # type: ignore[method-assign]
     keep_outputs(other, {"0": 0})
-    with pytest.raises(PlanError, match=r"names 0, .* this module returns a str, not a tensor"):
+    with pytest.raises(PlanError, match=r"names 0, .* But the output .* is a str, not a tensor\."):
         other[0]()
+    other[0].forward = lambda: ({}, torch.zeros(2))  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match=r"entry 0 .* is a dict, .* as in captured=\{'0': 1\}; or"):
+        other[0]()
+    again = torch.nn.Sequential(other[0])
+    again[0]._forward_hooks.clear()
+    keep_outputs(again, {"0": 1})
+    again[0]()
 
 
 def test_module_needs_a_task_of_transformers() -> None:

@@ -89,15 +89,19 @@ def _attribute(path: str) -> str:
 
 def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        value = output[index] if isinstance(output, tuple | list) else output
+        is_entry = isinstance(output, tuple | list)
+        value = output[index] if is_entry else output
         if not isinstance(value, Tensor):
+            entry = f"entry {index} of " if is_entry else ""
+            other = f"Pass the index of a tensor in this {type(output).__name__}, as in captured={{"
+            other = f"{other}{path!r}: {index + 1}}}; or name" if is_entry else "Name"
             raise PlanError(
                 "LP212",
-                f"ParallelPlan(captured=...) names {path}, so a pipeline sends its output to other "
-                f"stages. But this module returns a {type(value).__name__}, not a tensor. Name a "
-                "submodule of it that returns the tensor which other stages need.",
+                f"ParallelPlan(captured=...) names {path}, so a pipeline sends a tensor of its "
+                f"output to other stages. But {entry}the output of this module is a "
+                f"{type(value).__name__}, not a tensor. {other} a module inside of it that returns "
+                "the tensor which other stages need.",
             )
-        is_entry = isinstance(output, tuple | list)
         kept = (*[None] * index, value) if is_entry else value  # as hooks of the model index it
         # Past nn.Module.__setattr__, which would take a tensor for a buffer to check.
         object.__setattr__(block, _attribute(path), kept)
