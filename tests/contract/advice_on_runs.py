@@ -12,7 +12,10 @@ RUNS: dict[str, dict[str, str]] = {
             contract/test_checkpoints.py::test_state_of_callbacks_and_pickles_only_on_request
             contract/test_checkpoints.py::test_file_of_lightning_with_a_pickle_needs_trust"""
     },
-    "LP505": {"numbers, strings, lists, dicts or tensors": VALUE},
+    "LP505": {
+        "numbers, strings, lists, dicts or tensors": VALUE,
+        "view_as_real": "unit/checkpoint/test_damage.py::test_what_cannot_be_stored_is_named",
+    },
     "LP506": {
         "the model that was saved": VALUE,
         "strict_loading = False": """

@@ -82,7 +82,12 @@ STEPS: dict[str, dict[str, str]] = {
         "size 1": ONE,
         "declare a plan": "inferred_plans::plan_that_declares_the_batch_only",
     },
-    "LP212": {"name a module that gives the tensor": "cures::outputs_that_hooks_collect"},
+    "LP212": {
+        "name a module that gives the tensor": "cures::outputs_that_hooks_collect",
+        "the index of a tensor": (
+            "contract/test_bad_huggingface.py::test_what_is_captured_has_to_be_a_tensor"
+        ),
+    },
     # Batches, losses and the step
     "LP301": {
         "batch_dims": """
