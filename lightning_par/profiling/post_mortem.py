@@ -136,9 +136,9 @@ def read_post_mortems(folder: Path, refuse: Callable[[str], object] = bool) -> l
     if not paths:
         raise ConfigurationError(
             "LP809",
-            f"no rank has written a post_mortem.rank*.json to {folder}. A rank writes this file "
-            "when it runs out of memory, or when another rank does not answer. The file is in "
-            "trainer.log_dir or, without a logger, next to the checkpoints. Pass that folder. A "
+            f"there is no file post_mortem.rank*.json in '{folder}'. A rank writes this file when "
+            "it runs out of memory, or when another rank does not answer. The file is in "
+            "trainer.log_dir or, without a logger, next to the checkpoints: pass that folder. A "
             "run that has neither a logger nor checkpoints, or whose folder is a URL, writes no "
             "such file.",
         )

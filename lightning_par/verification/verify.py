@@ -151,7 +151,7 @@ def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
     if not batches:
         raise ConfigurationError(
             "LP802",
-            "verify needs a batch for every step, but the data loader returned none. Give the "
+            "verify needs a batch for every step, but the data loader gave no batch. Give the "
             "data set more samples, or use a smaller batch_size.",
         )
     for number, batch in enumerate(batches):

@@ -136,8 +136,8 @@ class ConstructionRecord:
         if not constant and parameter.numel() and all(e.allocates for e in made):
             raise PlanError(
                 "LP209",
-                f"the constructor makes the parameter {name} with torch.empty() and does not set "
-                f"its {parameter.numel()} values, so they are undefined. Initialize the parameter "
+                f"the parameter {name!r} is made with torch.empty(), and nothing sets its "
+                f"{parameter.numel()} values, so they are undefined. Initialize the parameter "
                 "where it is made, for example with nn.init.zeros_.",
             )
         if any(id(e) in self._tape.leaked for e in entries):

@@ -97,7 +97,7 @@ def test_help_names_defaults_schedules_and_other_values(
         ("export --ckpt a", 2, "export: error: the following arguments are required: --out"),
         ("completion fish", 2, "completion: error: argument shell: invalid choice: 'fish'"),
         ("certificate", 2, "certificate: error: the following arguments are required: RUN"),
-        ("why tests", 1, "error: no rank has written a post_mortem.rank*.json to tests. A rank"),
+        ("why tests", 1, "error: there is no file post_mortem.rank*.json in 'tests'. A rank"),
         ("certificate none", 1, "error: the file none does not exist. A fit that ends"),
         ("explain lp999", 1, "error: LP999 is no error code of lightning_par; did you mean"),
         (

@@ -34,7 +34,7 @@ def test_asking_for_values_during_construction_is_refused(fill: Callable[..., No
 
 def test_parameter_never_initialized_is_refused() -> None:
     model, record = build(holder(lambda m: setattr(m, "w", nn.Parameter(torch.empty(3, 5)))))
-    with pytest.raises(PlanError, match=r"makes the parameter w with .* its 15 values"):
+    with pytest.raises(PlanError, match=r"parameter 'w' is made with .* its 15 values"):
         values(model, record)
 
 
