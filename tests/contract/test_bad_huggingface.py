@@ -151,10 +151,10 @@ def test_what_is_captured_has_to_be_a_tensor() -> None:
     other = torch.nn.Sequential(torch.nn.Module())
     other[0].forward = lambda: "text"  # type: ignore[method-assign]
     keep_outputs(other, {"0": 0})
-    with pytest.raises(PlanError, match=r"names 0, .* But the output .* is a str, not a tensor\."):
+    with pytest.raises(PlanError, match=r"names '0', .* This output is a str, and not a tensor\."):
         other[0]()
     other[0].forward = lambda: ({}, torch.zeros(2))  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match=r"entry 0 .* is a dict, .* as in captured=\{'0': 1\}; or"):
+    with pytest.raises(PlanError, match=r"its entry 0 is a dict, .* as in captured=\{'0': 1\}; or"):
         other[0]()
     again = torch.nn.Sequential(other[0])
     again[0]._forward_hooks.clear()

@@ -92,14 +92,18 @@ def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any
         is_entry = isinstance(output, tuple | list)
         value = output[index] if is_entry else output
         if not isinstance(value, Tensor):
-            entry = f"entry {index} of " if is_entry else ""
-            other = f"Pass the index of a tensor in this {type(output).__name__}, as in captured={{"
-            other = f"{other}{path!r}: {index + 1}}}; or name" if is_entry else "Name"
+            kind, found = type(output).__name__, type(value).__name__
+            seen = f"This output is a {kind}, and not a tensor. Name"
+            if is_entry:
+                seen = (
+                    f"This output is a {kind}, and its entry {index} is a {found}, not a tensor. "
+                    "Give the index of an entry that is a tensor, as in "
+                    f"captured={{{path!r}: {index + 1}}}; or name"
+                )
             raise PlanError(
                 "LP212",
-                f"ParallelPlan(captured=...) names {path}, so a pipeline sends a tensor of its "
-                f"output to other stages. But {entry}the output of this module is a "
-                f"{type(value).__name__}, not a tensor. {other} a module inside of it that returns "
+                f"ParallelPlan(captured=...) names {path!r}, so a pipeline sends a tensor of the "
+                f"output of this module to other stages. {seen} a module inside of it that returns "
                 "the tensor which other stages need.",
             )
         kept = (*[None] * index, value) if is_entry else value  # as hooks of the model index it

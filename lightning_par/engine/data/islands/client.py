@@ -26,7 +26,7 @@ from lightning_par.errors import IslandError, NonFiniteError
 __all__ = ["Exchange", "IslandClient", "Place"]
 
 _log = logging.getLogger(__name__)
-_CURE = "Use the same model and outer= on all islands, and another LIGHTNING_PAR_ISLAND on each."
+_CURE = "Give all islands the same model and outer=, and each its own LIGHTNING_PAR_ISLAND."
 _RETRY = 0.2
 """Seconds between two attempts to reach a server that is away, times 1 to 2."""
 
