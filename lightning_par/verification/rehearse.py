@@ -256,7 +256,7 @@ def _marked_parameters(live: LiveBytes) -> Iterator[None]:
             seen[id(parameter)] = parameter
             live.mark(parameter, PARAMETERS)
             # Not of a whole tensor that stands for one: it says that it is a leaf, and is none.
-            if parameter.requires_grad and isinstance(parameter, nn.Parameter):
+            if parameter.requires_grad and parameter.grad_fn is None:
                 handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def mark(parameter: torch.Tensor) -> None:

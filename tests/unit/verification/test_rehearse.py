@@ -3,9 +3,12 @@
 import multiprocessing
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.checkpoint.progress import showing
@@ -198,6 +201,39 @@ def test_a_small_model_of_a_user_is_rehearsed(rank):
     held = sum(p.numel() for p in PoolingEncoder().parameters())
     assert held / 5 < found.parameters < held / 2
     assert found.memory[GRADIENTS] > 0
+
+
+class Autoencoder(pl.LightningModule):
+    """Its plan, which is inferred, keeps sequences whole."""
+
+    def __init__(self):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))  # noqa: E731
+        self.blocks = nn.Sequential(*(block() for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return (self.blocks(batch) - batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def make_autoencoder(observer, environment):
+    trainer = quiet_trainer(
+        strategy=Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=2),
+        devices=4,
+        max_steps=1,
+        callbacks=[observer],
+        plugins=[environment],
+    )
+    return trainer, Autoencoder(), DataLoader(torch.randn(16, 32), batch_size=8)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_model_whose_sequences_stay_whole_is_rehearsed(rank):
+    found = rehearse_apart(make_autoencoder, num_nodes=1, devices=4, rank=rank)
+    assert found.memory[GRADIENTS] > 0
+    assert found.parameters < sum(p.numel() for p in Autoencoder().parameters()) / 2
 
 
 def make_wide_encoder(devices, observer, environment):

@@ -47,7 +47,7 @@ def test_samples_are_joined_and_what_is_no_sample_is_taken_once() -> None:
 
 
 def test_other_tables_cannot_be_joined() -> None:
-    with pytest.raises(CannotJoinError, match="table has no batch dim"):
+    with pytest.raises(CannotJoinError, match="'table' has no batch dim"):
         parts(
             {"table": torch.ones(5), "x": torch.ones(3, 2), "y": torch.ones(3)},
             {"table": torch.zeros(5), "x": torch.ones(3, 2), "y": torch.ones(3)},
