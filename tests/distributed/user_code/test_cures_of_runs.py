@@ -223,7 +223,7 @@ class MadeOnTheMesh(PlainModule):
         return super().loss(batch) * self.scale.mean()
 
 
-@CURES.add("LP209", r"the parameter scale with .* its 32 values.*nn\.init\.", "zero3")
+@CURES.add("LP209", r"the parameter 'scale' is made with .* its 32 values.*nn\.init\.", "zero3")
 def a_parameter_without_values(cured: bool) -> nn.Module:
     class Module(MadeOnTheMesh):
         def make(self) -> Any:
