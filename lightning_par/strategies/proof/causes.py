@@ -156,7 +156,7 @@ def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
             "BatchLayout(loss_weight=...). If the step still differs with this declaration, keep "
             f"{one_part}: the loss compares samples with each other, a batch entry has no batch "
             f"dim, or blocks store values in attributes or hooks. If {one_part} does not remove "
-            "the difference, it has another cause."
+            "the difference, the parts of a batch are weighted correctly."
         )
     if sizes.context > 1:
         yield (
