@@ -167,9 +167,7 @@ class FirstLook:
             if self.is_over and not is_settled:
                 self._name_unsettled()
             return False
-        if is_turn:
-            return True
-        if not self._is_known:
+        if is_turn or not self._is_known:
             return True
         compared = weigher.compare_rules(batch, samples) if known is None else known.compared
         return weigher.is_unsettled(compared)

@@ -40,7 +40,7 @@ def a_branch_by_the_loss_of_a_micro_batch() -> Any:
 
 @CASES.add(equal="pp2 zero1")
 def a_choice_for_each_sample() -> Any:
-    """As the refusal advises."""
+    """Each sample takes its own branch, so parts add up."""
 
     class Module(Undeclared):
         def loss(self, batch: Any) -> Tensor:

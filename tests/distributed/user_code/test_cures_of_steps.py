@@ -44,7 +44,9 @@ def numbers_of_numpy_or_of_torch(cured: bool) -> nn.Module:
     return Module()
 
 
-@CURES.add("LP410", r"a ModuleDict that is not .*Call grad_norm\(self, norm_type\), or pass a")
+@CURES.add(
+    "LP410", r"a ModuleDict that is not .*Call grad_norm\(self, norm_type\), or pass a submodule of"
+)
 def norms_of_a_submodule(cured: bool) -> nn.Module:
     class Module(PlainModule):
         def on_before_optimizer_step(self, _: Any) -> None:
