@@ -247,9 +247,11 @@ class _RankMemory:
 
 def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
     """Return the bytes of all copies of a micro-batch's logits at the peak of the loss."""
-    after = make_parts(shape, layout, code)[2]
+    _, blocks, after = make_parts(shape, layout, code)
     samples = layout.micro_batch / layout.sizes.context
-    kept, logits = _kept(after, layout, code, "none"), samples * after.logits.local(layout)
+    kept = _kept(after, layout, code, "none")
+    # A model of which no blocks are known is one block, with its loss.
+    logits = samples * sum(part.logits.local(layout) for part in (blocks[-1], after))
     # Copies of the logits: see `Implementation.logit_bytes`; divided over the vocabulary by t.
     if not shape.chunked_loss:
         return kept + code.logit_bytes * logits

@@ -10,6 +10,9 @@ import torch
 from lightning_par.engine.batch import find_batch_dims
 from lightning_par.engine.tensor_tree import map_tensors, tensors_of
 from lightning_par.errors import ConfigurationError
+from lightning_par.inference.forked import run_forked
+from lightning_par.inference.infer import infer_here
+from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.memory import logit_bytes, predict_memory
 from lightning_par.planner.model_shape import find_shape
@@ -212,7 +215,7 @@ def _shape(
     """
     module, sizes = model.module, model.mesh.sizes
     if sizes.world_size == 1:
-        return shape_of(module, length, plan=lambda: model.resolved.plan, example=example)
+        return shape_of(module, length, plan=lambda: _find_plan(model, example), example=example)
     trained = all(parameter.requires_grad for parameter in module.parameters())
     if length is None or sizes.pipeline > 1 or not trained:
         raise ConfigurationError(
@@ -223,3 +226,17 @@ def _shape(
             "`lightning-par rehearse --config FILE` predicts the memory before the run",
         )
     return find_shape(module, length)
+
+
+def _find_plan(model: ParallelModel, example: Callable[[], Any]) -> ParallelPlan:
+    """Return the plan of a run on one device, where nobody has asked for blocks, with blocks.
+
+    Of a model as one whole, the forecast knows neither the block whose activations are recomputed
+    nor the loss after the blocks.
+    """
+    plan = model.resolved.plan
+    if plan.blocks:
+        return plan
+    size = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    found = run_forked(lambda: infer_here(model.module, example=example(), **size))
+    return found if found.blocks else plan

@@ -15,12 +15,13 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_par import Hybrid3DStrategy
+from lightning_par import Hybrid3DStrategy, linear_cross_entropy
 from lightning_par.callbacks import ActivationCheckpointing
 from lightning_par.commands.why import why
 from lightning_par.errors import ConfigurationError, OutOfMemoryError
@@ -203,6 +204,54 @@ def test_a_step_is_traced_where_no_configuration_tells_the_sizes(tmp_path: Path)
     assert change
     assert found.fits
     assert run_ranks(run_wide, 1, folder, int(change[1]), int(change[2]), fresh=True) == [""]
+
+
+class Words(pl.LightningModule):
+    """A language model without a configuration, whose head is larger than all of its blocks."""
+
+    def __init__(self, *, chunked: bool) -> None:
+        super().__init__()
+        self.chunked = chunked
+        self.table = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 32) for _ in range(2))
+        self.head = nn.Linear(32, 32768, bias=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.table(batch[0])
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.chunked:
+            return linear_cross_entropy(hidden, self.head.weight, batch[0])
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run_words(rank: int, world: int, folder: str, chunked: bool) -> str:
+    trainer = quiet_trainer(
+        devices=1,
+        strategy=Hybrid3DStrategy(),
+        max_steps=2,
+        logger=CSVLogger(folder, version=0),
+        callbacks=[Limit(700)],
+    )
+    data = DataLoader(TensorDataset(torch.randint(64, (16, 512))), 8)
+    try:
+        trainer.fit(Words(chunked=chunked), data)
+    except OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
+def test_logits_of_a_model_of_ones_own_are_named_and_a_chunked_loss_fits(tmp_path: Path) -> None:
+    run_ranks(run_words, 1, str(tmp_path), False, fresh=True)
+    (found,) = read_post_mortems(tmp_path)
+    logits = "logits over a vocabulary of 32,768 of 8 samples of 512 tokens"
+    assert f"Cause: {logits}" in found.summary
+    assert found.fits
+    assert any("linear_cross_entropy" in change.write for change in found.changes)
+    assert run_ranks(run_words, 1, str(tmp_path), True, fresh=True) == [""]
 
 
 class Frozen(GPTModule):
