@@ -10,7 +10,7 @@ from typing import Any, TYPE_CHECKING
 
 from lightning_par.commands import FitArguments, PathName, quick_imports
 from lightning_par.errors import ConfigurationError
-from lightning_par.profiling.post_mortem import in_words
+from lightning_par.units import in_words
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

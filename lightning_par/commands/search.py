@@ -90,7 +90,7 @@ def search(
         print(_tried(result, trials))
     print(f"\nwritten: {out}" if out else f"\nthe run:\n{text}")
     if rest:
-        print(f"Pass the options of the command line to fit, too: {shlex.join(rest)}")
+        print(f"Run it by: lightning-par fit --config {shlex.join([out or 'FILE', *rest])}")
 
 
 def _read(config: str, length: int | None) -> dict[str, Any]:

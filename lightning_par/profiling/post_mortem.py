@@ -8,12 +8,12 @@ from threading import get_ident
 from typing import Any
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.units import in_words
 
-__all__ = ["Change", "PostMortem", "in_words", "read_post_mortems", "write_post_mortem"]
+__all__ = ["Change", "PostMortem", "read_post_mortems", "write_post_mortem"]
 
 _NAME = "post_mortem.rank{}.json"
 _FORMAT = 1
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +90,6 @@ class PostMortem:
         """Yield a line for each of the last steps."""
         for step, seconds, held in self.steps:
             yield f"  after step {step}, at {seconds:.1f} s: {in_words(held)} held"
-
-
-def in_words(size: float, places: int = 1) -> str:
-    """Return bytes as people read them, such as ``1.5 GiB``, with so many decimal places."""
-    power = 0
-    while abs(size) >= 1024 and power < len(_UNITS) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.{places}f} {_UNITS[power]}" if power else f"{size:.0f} B"
 
 
 def _rows(sizes: Mapping[str, float]) -> str:

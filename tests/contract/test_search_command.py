@@ -69,9 +69,7 @@ def test_fit_runs_the_layout_that_search_wrote(
     assert re.search(r"step, s +tokens/s +MFU +GiB +bubble +layout", said)
     assert "why its neighbors lost:" in said
     assert f"written: {out}" in said
-    assert (
-        "Pass the options of the command line to fit, too: --data.init_args.max_bytes=90000" in said
-    )
+    assert f"lightning-par fit --config {out} --data.init_args.max_bytes=90000" in said
     found = yaml.safe_load(out.read_text())
     chosen = found["trainer"]["strategy"]["init_args"]
     sizes = [chosen[f"{axis}_parallel_size"] for axis in ("tensor", "pipeline", "context", "data")]

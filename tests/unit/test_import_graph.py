@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lightning_par"
 MOST_ENTRIES, MOST_ROOMS = 20, 24
 
 ORDER = """
-    version  errors
+    version  errors  units
     upstream
     plan.tensor_styles  plan.block_partition  dtensor  sizes
     plan.parallel_plan  mesh  checkpoint

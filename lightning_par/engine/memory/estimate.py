@@ -34,6 +34,7 @@ from lightning_par.engine.memory.placement import find_placements, ParameterPlac
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
+from lightning_par.units import in_words
 
 __all__ = ["MemoryEstimate", "MemoryRow", "estimate_memory", "misfits"]
 
@@ -76,10 +77,10 @@ class MemoryEstimate:
         return sum(row.host for row in self.rows)
 
     def __str__(self) -> str:
-        cells = [("kind", "device [GiB]", "host [GiB]")]
+        cells = [("kind", "device", "host")]
         rows = [(row.kind, row.device, row.host) for row in self.rows]
         for kind, device, host in [*rows, ("all of these", self.device, self.host)]:
-            cells.append((kind, f"{device / _GIB:.3f}", f"{host / _GIB:.3f}"))
+            cells.append((kind, in_words(device, 3), in_words(host, 3)))
         return "\n".join(f"{kind:<14}{device:>14}{host:>14}" for kind, device, host in cells)
 
 

@@ -34,11 +34,12 @@ from lightning_par.engine.memory.measured import (
 from lightning_par.engine.tensor.whole_parameters import failing_module
 from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.errors import CheckpointError, OutOfMemoryError, PipelineError
-from lightning_par.profiling.post_mortem import Change, in_words, PostMortem, write_post_mortem
+from lightning_par.profiling.post_mortem import Change, PostMortem, write_post_mortem
 from lightning_par.strategies.post_mortem.memory_changes import Forecast, forecast_step
 from lightning_par.strategies.post_mortem.run_folder import find_folder
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
+from lightning_par.units import in_words
 from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["DeviceOutOfMemoryError", "MemoryWatch"]

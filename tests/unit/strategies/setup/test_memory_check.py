@@ -103,8 +103,8 @@ def test_whole_replicas_gather_nothing_unless_they_offload(offloads: bool) -> No
 
 def test_table_is_printed() -> None:
     text = str(lightning_par.memory_estimate(Large(), strategy(1)))
-    assert text.splitlines()[1].split() == ["parameters", "16.000", "0.000"]
-    assert text.splitlines()[-1].split()[-2:] == ["16.031", "112.000"]
+    assert text.splitlines()[1].split() == ["parameters", "16.000", "GiB", "0", "B"]
+    assert text.splitlines()[-1].split()[-4:] == ["16.031", "GiB", "112.000", "GiB"]
 
 
 FITS = [
