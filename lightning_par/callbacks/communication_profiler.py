@@ -19,7 +19,7 @@ _NOTE = (
     "bytes that the ranks send with the ring algorithm. Predicted: the bytes by the plan and the "
     "shapes; empty if there is no prediction. Time: from the call to the end of the wait for the "
     "result. Exposed: the part in which a rank was blocked. Hidden: the rest. Times of transfers "
-    "that overlap are added."
+    "that overlap are added, so that their sum may be longer than a step."
 )
 
 
