@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
@@ -52,8 +53,8 @@ def cast_again(module: nn.Module, device_type: str) -> None:
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # What a recomputation saves is used at once.
-            saves = torch.is_grad_enabled() and not is_in_backward()
+            # What a recomputation saves is used at once, and what is recomputed is not saved.
+            saves = torch.is_grad_enabled() and not (is_in_backward() or _is_checkpointed())
             if not saves or not torch.is_autocast_enabled(device_type):
                 return inner(*args, **kwargs)
             with saving_no_casts():
@@ -62,6 +63,14 @@ def cast_again(module: nn.Module, device_type: str) -> None:
         return forward
 
     wrap_forward(module, around, "weight_casts")
+
+
+def _is_checkpointed() -> bool:
+    """Return whether a checkpoint of torch runs this code: it counts what its hooks are given, and
+    has to be given as much where it runs the code again.
+    """
+    hooks = saved_tensor_hooks()
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 @contextmanager

@@ -237,6 +237,11 @@ def _find_plan(model: ParallelModel, example: Callable[[], Any]) -> ParallelPlan
     plan = model.resolved.plan
     if plan.blocks:
         return plan
-    size = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    found = run_forked(lambda: infer_here(model.module, example=example(), **size))
+
+    def infer() -> ParallelPlan:
+        return infer_here(
+            model.module, example=example(), tensor_parallel_size=2, pipeline_parallel_size=2
+        )
+
+    found = run_forked(infer)
     return found if found.blocks else plan

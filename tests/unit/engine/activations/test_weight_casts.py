@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_par.engine.activations.weight_casts import cast_again, saving_no_casts
 from lightning_par.engine.pipeline.split_backward import (
@@ -149,3 +150,19 @@ def test_a_weight_that_is_changed_before_its_backward_is_refused() -> None:
         ConfigurationError, match=r"changed a weight of shape \(3, 3\) in place between"
     ):
         y.sum().backward()
+
+
+def test_a_checkpoint_around_a_block_runs_it_again() -> None:
+    """Layers of transformers checkpoint themselves so."""
+    found = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        if wraps:
+            cast_again(net, "cpu")
+        x = torch.randn(4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(net, x, use_reentrant=False)
+        y.float().square().sum().backward()
+        found.append([x.grad, *(p.grad for p in net.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
