@@ -65,25 +65,28 @@ def prepare_blocks(
         recompute_blocks(module, resolved, what, bounds, modes, compiled=compiles)
     if compiles:
         compile_blocks(module, resolved, mesh, options)
-    elif _keeps_casts(module, mesh, options):
-        # Outside of recomputation, which saves what it needs by hooks of its own.
-        for name in resolved.block_names:
-            if not isinstance(block := module.get_submodule(name), StageStub):
-                cast_again(block, mesh.device_type)
+    elif isinstance(module, pl.LightningModule):
+        _keep_fewer_casts(module, resolved, mesh, options)
     if what is not None:
         # A compiled block saves its tensors when it runs, and not where its code says so.
         offload_blocks(module, resolved, what)
     return weight_gradients
 
 
-def _keeps_casts(module: nn.Module, mesh: ParallelMesh, options: MeshOptions) -> bool:
-    """Return whether casts of weights would take much memory between a forward and its backward."""
+def _keep_fewer_casts(
+    module: pl.LightningModule, resolved: ResolvedPlan, mesh: ParallelMesh, options: MeshOptions
+) -> None:
+    """Let the blocks of this rank save fewer casts in mixed precision."""
+    if not isinstance(getattr(trainer_of(module), "precision_plugin", None), MixedPrecision):
+        return
+    # Where casts of weights would take much memory between a forward and its backward. Manual
+    # steps may change weights there.
     gathers = options.zero_stage == 3 and mesh.sizes.data > 1
-    if not isinstance(module, pl.LightningModule) or not (gathers or mesh.sizes.pipeline > 1):
-        return False
-    # Manual steps may change weights between a forward and its backward.
-    plugin = getattr(trainer_of(module), "precision_plugin", None)
-    return module.automatic_optimization and isinstance(plugin, MixedPrecision)
+    weights = module.automatic_optimization and (gathers or mesh.sizes.pipeline > 1)
+    for name in _block_names(module, resolved):
+        # Outside of recomputation, which saves what it needs by hooks of its own.
+        if not isinstance(block := module.get_submodule(name), StageStub):
+            cast_again(block, mesh.device_type, weights=weights)
 
 
 def _block_names(module: nn.Module, resolved: ResolvedPlan) -> tuple[str, ...]:

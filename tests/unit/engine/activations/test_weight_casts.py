@@ -66,6 +66,47 @@ def test_no_cast_waits_for_the_backward() -> None:
     assert held[True] < 2 * SIZE * SIZE
 
 
+class Heads(nn.Module):
+    """Layers that read one tensor, to which code may write between two reads."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.norm, self.writes = nn.LayerNorm(SIZE), writes
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, found = self.norm(x).view(2, -1, SIZE), []
+        for layer in self.layers:
+            found.append(layer(x))
+            if self.writes:
+                with torch.no_grad():
+                    x.mul_(2)
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_layers_that_read_one_tensor_save_one_cast_of_it(writes: bool, weights: bool) -> None:
+    gradients, held = [], []
+    for shares in (False, True):
+        torch.manual_seed(0)
+        net, x = Heads(writes=writes), torch.randn(400, SIZE, requires_grad=True)
+        if shares:
+            cast_again(net, "cpu", weights=weights)
+        for _ in range(4):  # casts are compared in the first forwards
+            with LiveBytes(besides=[*net.parameters(), x]) as live:
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = net(x)
+                held.append(live.now)
+            y.float().square().sum().backward()
+            del y
+        gradients.append([x.grad, *(p.grad for p in net.parameters())])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+    cast = 2 * x.numel()
+    freed = held[3] - held[-1]
+    assert freed >= 2 * cast if not writes else freed < cast
+
+
 def test_values_that_have_no_backward_are_freed() -> None:
     """An output that an operation saves, such as a softmax, would else hold itself."""
     layer, freed = nn.Linear(3, 4), list[str]()
