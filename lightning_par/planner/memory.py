@@ -190,6 +190,10 @@ class _RankMemory:
             # FSDP2 below stage 3: the shard, and the weights gathered for the whole step beside
             # it.
             weights = code.weight_bytes * held_shard + code.gather_bytes * held
+        casts_again = layout.sizes.pipeline > 1 or (stage == 3 and code.shards(layout) > 1)
+        if code.autocast and layout.recompute == "none" and not casts_again:
+            # The 16-bit copies that products have made wait for the backward.
+            weights += code.activation_bytes * held
         gradients = trained_shard if self.shards_gradients else trained
         if code.fsdp and layout.sizes.pipeline > 1:
             # Those of the last step stay until the pipeline has computed the new ones.
@@ -269,7 +273,7 @@ def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> f
     n = layout.micro_batch * shape.length / layout.sizes.context
     # Tensor ranks each send their part of the hidden states, or all of them the whole.
     split = layout.sequence_parallel or code.sharded_p2p
-    hidden = code.activation_bytes * n * shape.model_dim / (layout.sizes.tensor if split else 1)
+    hidden = code.stream_bytes * n * shape.model_dim / (layout.sizes.tensor if split else 1)
     # Sent and received, of activations and of gradients: 4 buffers of hidden states.
     messages = 4 * hidden if layout.sizes.pipeline > 1 else 0.0
     if layout.sizes.expert > 1:

@@ -377,7 +377,7 @@ def _block(m: TransformerShape, code: Implementation, expert: int, rows: float) 
         kernels=code.kernels,
         saved=saved,
         kept=kept,
-        entered=norms,
+        entered=norms.times(2 if code.autocast else 1),
         summed=2 * hidden,
         sums=2,
         trained=Amount(tensor=m.block_weights(1, expert)),
@@ -424,9 +424,10 @@ def _kept_words(
     # Inputs of norms, and two dropout masks; rows sorted by expert, which may be padded, and their
     # outputs, and these weighted, which are not.
     sorted_rows = (rows + 2 * T * m.experts_per_token) * m.model_dim if m.experts > 1 else 0.0
-    saved = Amount(tokens=(2 + m.dropout) * hidden, whole=sorted_rows) + whole
+    normed = 4 if code.autocast else 2
+    saved = Amount(tokens=(normed + m.dropout) * hidden, whole=sorted_rows) + whole
     saved += inner.times(4 if m.gated else 2)
     if code.fused_attention:
         return saved, whole + inner.times(2 if m.gated else 1)
     scores = Amount(tensor=(1 + 1.5 * m.dropout) * m.heads * T**2)
-    return saved + scores, saved + Amount(tokens=-hidden)  # less the block's input, which enters
+    return saved + scores, saved + Amount(tokens=-normed / 2 * hidden)  # less the block's input

@@ -83,8 +83,8 @@ class PartCosts:
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of the hidden states of a micro-batch."""
-        return self.code.activation_bytes * self.tokens * self.shape.model_dim
+        """Bytes of the hidden states of a micro-batch between two blocks."""
+        return self.code.stream_bytes * self.tokens * self.shape.model_dim
 
     @property
     def _host(self) -> float:
@@ -276,18 +276,22 @@ class _PartCost:
         if ranks == 1:
             return 0.0
         width = self._code.activation_bytes * self._samples
+        # What enters divided layers, and its gradient; what leaves them, and its gradient.
+        enters, leaves = self._code.stream_bytes * self._samples, width
 
-        def collectives(kind: Collective, words: float, count: int) -> float:
+        def collectives(kind: Collective, width: float, words: float, count: int) -> float:
             each = (width * words / count, ranks, self._costs._inside) if count else None
             return count * clock.collective(kind, *each) if each else 0.0
 
-        seconds = collectives("all_gather", part.gathered, part.gathers)
+        seconds = collectives("all_gather", width, part.gathered, part.gathers)
         # One sum of hidden states: all-reduce, or with sequence parallelism its two halves apart.
         if not self._layout.sequence_parallel:
-            seconds += collectives("all_reduce", part.summed, part.sums)
+            summed = enters if backward else leaves
+            seconds += collectives("all_reduce", summed, part.summed, part.sums)
         else:
-            seconds += collectives("all_gather", part.summed, part.sums)
-            seconds += collectives("reduce_scatter", part.summed, part.sums)
+            gathered, scattered = (leaves, enters) if backward else (enters, leaves)
+            seconds += collectives("all_gather", gathered, part.summed, part.sums)
+            seconds += collectives("reduce_scatter", scattered, part.summed, part.sums)
             if clock.device.runs_eagerly:
                 # Ranks cut the dim of tokens: the parts are joined before or after by a copy.
                 words = part.gathered + 2 * part.summed

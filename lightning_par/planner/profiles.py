@@ -130,6 +130,7 @@ def _held(precision: str) -> Implementation:
     products = 2 if "mixed" in precision else word
     return Implementation(
         activation_bytes=products,
+        autocast="mixed" in precision,
         weight_bytes=word,
         gradient_bytes=word,
         state_bytes=2 * word,

@@ -423,6 +423,7 @@ class Implementation:
         gathers_again: What sequence parallelism gathers is gathered again in the backward, as in
             Megatron-LM, and not kept.
         activation_bytes: Bytes of an element of products and hidden states.
+        autocast: Products alone are in 16 bits: what enters blocks and norms is in float32.
         weight_bytes, gradient_bytes, state_bytes: Bytes held per parameter.
         reduce_bytes: Bytes of a gradient that replicas send.
         gather_bytes: Bytes of a weight that replicas gather.
@@ -447,6 +448,7 @@ class Implementation:
     fsdp: bool = True
     gathers_again: bool = False
     activation_bytes: float = 2.0
+    autocast: bool = False
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     state_bytes: float = 12.0
@@ -456,6 +458,11 @@ class Implementation:
     logit_bytes: float = 16.0
     selective_share: float = 0.1
     kernels: tuple[int, int] = (22, 40)
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes of an element of what enters blocks and norms, and travels between stages."""
+        return max(4.0, self.activation_bytes) if self.autocast else self.activation_bytes
 
     def expert_bytes(self, shape: TransformerShape, layout: Layout) -> float:
         """Return the bytes of a rank's rows in an all-to-all of a micro-batch to experts, or back;

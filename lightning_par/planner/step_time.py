@@ -258,7 +258,11 @@ class StepCost:
             # Context ranks share experts that are divided.
             + _sent(sizes.context, copied[0] if code.fsdp else 0),
             "ep": _sent(sizes.expert, of_experts),
-            "tp": _sent(sizes.tensor, 2 * m.tensor_sums * of_tokens),
+            # Half of it enters divided layers, and half leaves them.
+            "tp": _sent(
+                sizes.tensor,
+                m.tensor_sums * of_tokens * (1 + code.activation_bytes / code.stream_bytes),
+            ),
         }
 
     # The step -------------------------------------------------------------------------------------

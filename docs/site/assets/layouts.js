@@ -51,6 +51,10 @@ function split(layers, stages) {
 
 const tokens = (m, l) => (l.micro_batch * m.length) / l.sizes.context;
 
+// Bytes of an element of what enters blocks and norms, and travels between stages.
+const streamBytes = (code) =>
+  code.autocast ? Math.max(4, code.activation_bytes) : code.activation_bytes;
+
 // Bytes of a rank's rows in an all-to-all of a micro-batch to experts, or back.
 const expertBytes = (m, l, code) =>
   code.activation_bytes * tokens(m, l) * m.experts_per_token * m.model_dim;
@@ -61,14 +65,15 @@ function blockActivations(m, l, code, recompute) {
   const n = tokens(m, l);
   const between = (n * m.model_dim) / (l.sequence_parallel ? t : 1);
   const wider = code.activation_bytes / 2; // counted for 16 bits
-  if (recompute === "full") return wider * 2 * between;
+  const entered = (code.autocast ? 4 : 2) * between;
+  if (recompute === "full") return wider * entered;
   const used = m.experts_per_token + m.shared_experts;
   const heads = 2 * (2 * m.heads + 2 * m.kv_heads) * m.head_dim;
   const selective = recompute === "selective";
   const whole = n * m.model_dim; // gathered inputs, and sums before they are scattered
   if (selective && code.fused_attention) {
     const kept = 2 * used * m.ff_dim * (m.gated ? 2 : 1);
-    return wider * (2 * between + 4 * whole + (n / t) * (heads + kept));
+    return wider * (entered + 4 * whole + (n / t) * (heads + kept));
   }
   const mlp = used * m.ff_dim * (m.gated ? 8 : 4);
   // Rows sorted by expert, their outputs, and these weighted.
@@ -76,7 +81,7 @@ function blockActivations(m, l, code, recompute) {
   const written = !(code.fused_attention || selective);
   const rows = ((2 + (m.dropout ? 3 : 0)) * l.micro_batch * m.heads) / t;
   const scores = written ? (rows * m.length ** 2) / l.sizes.context : 0;
-  const outside = (4 + (m.dropout ? 2 : 0)) * between + 4 * whole;
+  const outside = 2 * entered + (m.dropout ? 2 : 0) * between + 4 * whole;
   return wider * (outside + (n / t) * (heads + mlp) + sorted + scores);
 }
 
@@ -89,10 +94,16 @@ function states(l, code, held, shard) {
   const over = l.sizes.data_shard;
   const zero = l.zero_stage;
   const gathered = over > 1 && zero < 3 ? code.gather_bytes * held : 0;
+  const castsAgain = l.sizes.pipeline > 1 || (zero === 3 && over > 1);
+  // The 16-bit copies that products have made wait for the backward.
+  const casts = code.autocast && l.recompute === "none" && !castsAgain;
   // Under a pipeline those of the last step stay until the new ones are computed.
   const gradients = (shardsGradients(l) ? shard : held) + (l.sizes.pipeline > 1 ? shard : 0);
   return {
-    weights: code.weight_bytes * (over > 1 || zero === 3 ? shard : held) + gathered,
+    weights:
+      code.weight_bytes * (over > 1 || zero === 3 ? shard : held) +
+      gathered +
+      (casts ? code.activation_bytes * held : 0),
     gradients: code.gradient_bytes * gradients,
     states: l.offload ? 0 : code.state_bytes * (zero >= 1 ? shard : held),
   };
@@ -101,7 +112,7 @@ function states(l, code, held, shard) {
 function buffers(m, l, code, weights) {
   const s = l.sizes;
   const parts = l.sequence_parallel || code.sharded_p2p ? s.tensor : 1;
-  const hidden = (code.activation_bytes * tokens(m, l) * m.model_dim) / parts;
+  const hidden = (streamBytes(code) * tokens(m, l) * m.model_dim) / parts;
   const exchanged = s.expert > 1 ? 2 * expertBytes(m, l, code) : 0;
   const messages = (s.pipeline > 1 ? 4 * hidden : 0) + exchanged;
   if (shares(s) === 1) return messages;
@@ -149,7 +160,7 @@ function traffic(m, l, code) {
   const blocks = Math.max(...stages);
   const passes = l.microbatches * blocks;
   const again = l.recompute === "full" ? 1 : 0;
-  const hidden = code.activation_bytes * tokens(m, l) * m.model_dim;
+  const hidden = streamBytes(code) * tokens(m, l) * m.model_dim;
   const ofTokens = passes * (2 + again) * hidden;
   const keys = (2 * code.activation_bytes * tokens(m, l) * m.kv_heads * m.head_dim) / s.tensor;
   const parts = l.sequence_parallel || code.sharded_p2p ? s.tensor : 1;
@@ -172,7 +183,8 @@ function traffic(m, l, code) {
     dp_shard: sent(over, width * others) + sent(alike, width * experts),
     cp: (s.context - 1) * passes * (3 + again) * keys + sent(s.context, copied),
     ep: sent(s.expert, 2 * passes * (2 + again) * expertBytes(m, l, code)),
-    tp: sent(s.tensor, 4 * ofTokens),
+    // Half of it enters divided layers, and half leaves them.
+    tp: sent(s.tensor, 2 * ofTokens * (1 + code.activation_bytes / streamBytes(code))),
   };
 }
 
