@@ -86,6 +86,7 @@ def train(given: argparse.Namespace) -> None:
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
+        precision=given.precision,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -142,6 +143,7 @@ def compare(layout: str, given: argparse.Namespace) -> None:
     blocks = WARMUP + given.pairs
     same = ["--layout", layout, "--steps", str(given.steps), "--blocks", str(blocks)]
     same += ["--muon"] if given.muon else []
+    same += ["--precision", given.precision]
     verify = ["--verify", given.verify] if given.verify else []
     ours, theirs = Contender(ROOT, [*same, *verify]), Contender(given.other.resolve(), same)
     times: list[tuple[float, float]] = []
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of a block")
     parser.add_argument("--pairs", type=int, default=15, help="of blocks")
     parser.add_argument("--muon", action="store_true", help="train the matrices with Muon")
+    parser.add_argument("--precision", default="32-true", help="of the Trainer, on both sides")
     parser.add_argument("--verify", help="what this checkout proves, such as 'every 100000'")
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -158,14 +158,16 @@ def describe_inferred(plan: ParallelPlan, model: nn.Module) -> str:
         return code
     stacked = [name for name in gathered if _stacks_three(name, model)]
     why = (
-        "If the code after one of them is attention that reshapes its output to a fixed width, "
-        "write reshape(b, t, -1) instead, so that the heads can stay sharded."
+        "If the code after one of them is attention, its heads can stay sharded if it writes "
+        "reshape(b, t, -1), and not a fixed width, and takes the size of a head from a tensor, "
+        "as in q.shape[-1] ** -0.5, and not from the number of heads."
     )
     if stacked:
         why = (
             f"{', '.join(stacked)} computes query, key and value in one Linear, and chunk or "
-            "split needs its whole output. Use one Linear for each of the three, and write "
-            "reshape(b, t, -1) after the attention, so that the heads can stay sharded."
+            "split needs its whole output. The heads can stay sharded if there is one Linear for "
+            "each of the three, and if the code writes reshape(b, t, -1) after the attention and "
+            "takes the size of a head from a tensor, as in q.shape[-1] ** -0.5."
         )
     return (
         f"{code}\nThe outputs of {', '.join(gathered)} are gathered, since the code "

@@ -243,7 +243,7 @@ def _shape(
         head_dim=max([1, *(round(a.width) for a in attentions)]),
         ff_dim=1,
         length=tokens,
-        vocab=max(1, round((after.logits.total + blocks[-1].logits.total) / tokens)),
+        vocab=recorder.classes,
         blocks=blocks,
         before=before,
         after=after,

@@ -9,6 +9,8 @@ from lightning_par.planner.search import Candidate, SearchResult
 __all__ = ["as_values", "describe", "format_rejections", "format_table"]
 
 _GIB, _GB = 2**30, 1e9
+_NAMES = {"moment": "block, logits"}
+"""What only the block at work needs, or the loss after the blocks."""
 _HEAD = ("step, s", "tokens/s", "MFU", "GiB", "bubble", "layout")
 _BAR = 40
 """Characters of the longest bar."""
@@ -43,7 +45,8 @@ def _row(one: Candidate) -> tuple[str, ...]:
 def describe(one: Candidate) -> str:
     """Return where time and memory go, and the bytes that a rank sends by axis."""
     rank = one.memory.peak_rank
-    memory = {name: size / _GIB for name, size in one.memory.ranks[rank].items()}
+    held = one.memory.ranks[rank].items()
+    memory = {_NAMES.get(name, name): size / _GIB for name, size in held}
     traffic = {axis: size / _GB for axis, size in one.traffic.items()}
     lines = [
         "time of a step, s:",

@@ -119,6 +119,7 @@ class StepRecorder(FlopCounter):
         self._number = {name: number for number, name in enumerate(resolved.block_names)}
         self.parts: dict[int, RecordedPart] = {}
         self.hidden: tuple[int, int] | None = None
+        self.classes = 1  # of the loss: V
         self._stack: list[str] = []
         self._place = 0 if not self._number else BEFORE
         self.attends = self.has_chunks = False
@@ -398,6 +399,7 @@ class StepRecorder(FlopCounter):
         if name == "_log_softmax" and (self._place == AFTER or not self._number):
             self._logits.add(self._key(made[0]))
             self._part.add("logits", cut, made[0].numel())
+            self.classes = max(made[0].shape[1:], default=1)
             return
         # What reads logits is counted with the loss, see `_LOSS_BYTES` in `part_cost`.
         if any(self._key(t) in self._logits for t in given):
@@ -469,6 +471,7 @@ class StepRecorder(FlopCounter):
             )
         )
         part.add("logits", cut, rows * columns)
+        self.classes = columns
         part.kernels += 1
         if self._backward:
             part.add("eager", cut, _PASSES * rows * columns)

@@ -52,7 +52,7 @@ class PostMortem:
         forecast: What the memory model says of the peak of such a step -> bytes; empty: nothing.
         unforeseen: Why there is no forecast; empty if there is one.
         changes: What needs less memory, the least costly first.
-        fits: Whether each of `changes` fits by the forecast.
+        fits: Whether each of `changes` fits by the forecast, or none of them does; None: not known.
         steps: Of some of the last steps: number, seconds since the run began, bytes held after it.
     """
 
@@ -64,7 +64,7 @@ class PostMortem:
     forecast: Mapping[str, float] = field(default_factory=dict)
     unforeseen: str = ""
     changes: Sequence[Change] = ()
-    fits: bool = False
+    fits: bool | None = None
     steps: Sequence[tuple[int, float, int]] = ()
 
     def lines(self) -> Iterator[str]:
@@ -77,8 +77,11 @@ class PostMortem:
         elif self.unforeseen:
             yield f"The peak of this step cannot be predicted: {self.unforeseen}"
         if self.changes:
-            fit = "each fits by the forecast" if self.fits else "whether they fit is not known"
-            yield f"Use one of these changes; {fit}:"
+            yield {
+                True: "Use one of these changes; each fits by the forecast:",
+                False: "None of these changes is sure to be enough alone; try several:",
+                None: "Use one of these changes; whether they fit is not known:",
+            }[self.fits]
         elif self.forecast:
             yield (
                 "No change of this layout reduces the memory of this rank: use more devices, or a "

@@ -75,8 +75,11 @@ class Forecast:
 
     def changes(
         self, room: float | None, reached: float, *, updates: bool
-    ) -> tuple[list[Change], bool]:
+    ) -> tuple[list[Change], bool | None]:
         """Return changes that need less, those with the shortest steps first, and whether they fit.
+
+        If none fits, or nobody knows: those first that save most, of about equal ones the shortest
+        step.
 
         Args:
             room: Bytes that the model may take; None: unknown.
@@ -112,9 +115,10 @@ class Forecast:
         fit = [change for missing, change in found if not missing]
         if fit:
             return sorted(fit, key=lambda one: one.slower or 0.0)[:_MOST], True
-        # None fits by itself, or nobody knows: what saves most comes first.
-        rest = sorted((one for _, one in found), key=lambda one: -(one.less or 0.0))
-        return rest[:_MOST], False
+        rest = [one for _, one in found]
+        most = max((one.less or 0.0 for one in rest), default=0.0)
+        rest.sort(key=lambda one: (-round((one.less or 0.0) / most, 1), one.slower or 0.0))
+        return rest[:_MOST], None if room is None else False
 
     def _alternatives(self) -> Iterator[tuple[str, str, Planner, Layout]]:
         """Yield the kind of a change, what to write, and what is then predicted."""
