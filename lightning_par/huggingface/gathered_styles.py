@@ -17,6 +17,7 @@ from lightning_par.plan.tensor_styles import TENSOR_STYLES
 
 __all__ = ["gathered_styles", "vocabulary_styles"]
 
+_OF_NO_NUMBERS = ("dtype",), ("device",), ("shape",)
 _LEAST_FEATURES = 16  # fewer are not worth a collective
 
 
@@ -58,7 +59,7 @@ def _read_elsewhere(model: nn.Module) -> Iterator[str]:
                 # ("lm_head", "weight"): depth 1 and more, as a module's own weight is not read
                 # elsewhere.
                 if name in ("weight", "bias") and depth:
-                    if not use.chain[depth + 1 :]:  # not only its dtype, or its device
+                    if use.chain[depth + 1 : depth + 2] not in _OF_NO_NUMBERS:
                         yield ".".join([*([outer] if outer else []), *use.chain[:depth]])
                     break
                 owner = owner._modules.get(name)

@@ -144,6 +144,26 @@ family(
     tolerance=1e-6,
 )
 family(
+    "weights_read_in_another_dtype",
+    _CAUSAL,
+    transformers.LongcatFlashConfig(
+        **{k: v for k, v in _SIZES.items() if k not in ("num_hidden_layers", "intermediate_size")},
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 12),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 8),
+        num_layers=2,
+        ffn_hidden_size=40,
+        expert_ffn_hidden_size=16,
+        n_routed_experts=16,  # as many as a head of its size is divided for
+        zero_expert_num=2,
+        moe_topk=2,
+        experts_implementation="eager",
+    ),
+    tokens,
+    equal="tp2",
+    large="tp2pp2",
+    tolerance=1e-6,
+)
+family(
     "attention_type_of_a_block",
     _MASKED,
     transformers.ModernBertConfig(
