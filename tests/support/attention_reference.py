@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +29,12 @@ class Case:
     batch: int = 3
     dtype: torch.dtype = torch.float64
     scale: float | None = None
+    has_sinks: bool = False
+
+    def sinks(self) -> Tensor | None:
+        """[N], one for each head; a leaf."""
+        numbers = torch.linspace(-2, 3, self.heads, dtype=self.dtype)
+        return numbers.requires_grad_() if self.has_sinks else None
 
     def draw(self) -> list[Tensor]:
         """Query, key, value and the gradient of the output."""
@@ -64,12 +71,24 @@ class Case:
         """Output and gradients of one process with the whole mask; 0 where nothing is seen."""
         *inputs, grad = (x.to(dtype) for x in self.draw())
         query, key, value = (x.requires_grad_() for x in inputs)
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=self.pairs, scale=self.scale, enable_gqa=True
-        )
+        out, sinks = self._attend(query, key, value)
         out = out.where(self.pairs.any(-1, keepdim=True), 0)
         out.backward(grad)
-        return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
+        leaves = [query, key, value, *([] if sinks is None else [sinks])]
+        return [out.detach(), *(x.grad for x in leaves)]  # type: ignore[misc]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        sinks = self.sinks()
+        if sinks is None:
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=self.pairs, scale=self.scale, enable_gqa=True
+            )
+            return out, None
+        key, value = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (key, value))
+        products = query @ key.mT * (self.scale or self.dim**-0.5)
+        products = products.masked_fill(~self.pairs, -torch.inf)
+        last = sinks.to(query.dtype)[None, :, None, None].expand(*products.shape[:3], 1)
+        return torch.cat([products, last], -1).softmax(-1)[..., :-1] @ value, sinks
 
 
 def make_axis(world: int, **options: Any) -> SequenceShard:
@@ -78,7 +97,7 @@ def make_axis(world: int, **options: Any) -> SequenceShard:
 
 
 def attend_divided(case: Case, axis: SequenceShard) -> list[Tensor]:
-    """Output and gradients of this rank's tokens."""
+    """Output and gradients of this rank's tokens; the gradient of sinks is of all tokens."""
     axis.set_length(case.tokens)
     *inputs, grad = (axis.shard_tensor(x, 2) for x in case.draw())
     query, key, value = (x.requires_grad_() for x in inputs)
@@ -92,9 +111,14 @@ def attend_divided(case: Case, axis: SequenceShard) -> list[Tensor]:
         window=case.window,
         visible=None if visible is None else axis.shard_tensor(visible, 1),
         scale=case.scale,
+        sinks=(sinks := case.sinks()),
     )
     out.backward(grad)
-    return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
+    found = [out.detach(), *(x.grad for x in (query, key, value))]
+    if sinks is not None:  # as of any weight: each rank has what its queries say
+        dist.all_reduce(sinks.grad, group=axis.group)
+        found.append(sinks.grad)
+    return found  # type: ignore[return-value]
 
 
 def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
@@ -108,7 +132,7 @@ def worst_error(case: Case, axis: SequenceShard) -> float:
     wanted = replace(case).attend_whole(torch.float64)
     found = attend_divided(case, axis)
     scales = [w.abs().max() for w in wanted]
-    parts = [axis.shard_tensor(w, 2) for w in wanted]
+    parts = [w if w.ndim == 1 else axis.shard_tensor(w, 2) for w in wanted]
     assert [f.shape for f in found] == [p.shape for p in parts]
     assert all(f.dtype is case.dtype for f in found)
     differences = zip(found, parts, scales, strict=True)

@@ -38,6 +38,7 @@ def attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    sinks: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "B N T V"]:
     """Attend; on any number of context-parallel ranks the same.
 
@@ -56,6 +57,8 @@ def attention(
         window: (left, right): a token sees so many tokens before and after itself, besides itself;
             under a causal mask none after. None: all. What no window reaches is not sent.
         scale: Multiplies the products; None: 1 / sqrt(H).
+        sinks: [N], a product for each head that counts in the softmax of every token, and brings
+            no value, as in gpt-oss; None: there are none.
 
     Returns:
         [B, N, T, V]; 0 for a token that sees no key.
@@ -78,32 +81,75 @@ def attention(
             cu_seqlens=cu_seqlens,
             window=window,
             scale=scale,
+            sinks=sinks,
         )
         return taken
     bounds = _bounds(cu_seqlens) or [0, query.shape[2]]
-    parts = []
-    for a, b in pairwise(bounds):
-        if a == b:
-            continue
-        seen = None if key_mask is None else key_mask[:, None, None, a:b]
-        if (causal and seen is not None) or window is not None:
-            left, right = window or (b - a, 0)
-            near = torch.ones(b - a, b - a, dtype=torch.bool, device=query.device)
-            near = near.tril(0 if causal else right).triu(-left)
-            seen = near if seen is None else seen & near
-        part = F.scaled_dot_product_attention(
-            query[:, :, a:b],
-            key[:, :, a:b],
-            value[:, :, a:b],
-            attn_mask=seen,
-            is_causal=causal and seen is None,
+    parts = [
+        _attend(
+            *(x[:, :, a:b] for x in (query, key, value)),
+            causal=causal,
+            seen=None if key_mask is None else key_mask[:, None, None, a:b],
+            window=window,
             scale=scale,
-            # Fewer key/value heads than query heads.
-            enable_gqa=query.shape[1] != key.shape[1],
+            sinks=sinks,
         )
-        # A row that sees nothing is NaN in some kernels of torch, and 0 here.
-        parts.append(part if seen is None else part * seen.any(-1, keepdim=True))
+        for a, b in pairwise(bounds)
+        if a < b
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    seen: Tensor | None,
+    window: tuple[int, int] | None,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend inside of one document; `seen` is [B or 1, 1, 1, T], the rest as in `attention`."""
+    tokens = query.shape[2]
+    if (causal and (seen is not None or sinks is not None)) or window is not None:
+        left, right = window or (tokens, 0)
+        near = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+        near = near.tril(0 if causal else right).triu(-left)
+        seen = near if seen is None else seen & near
+    mask = seen
+    if sinks is not None:
+        mask = _with_sinks(sinks, seen, query)
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        # Fewer key/value heads than query heads.
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    # A row that sees nothing is NaN in some kernels of torch, and 0 here.
+    return out if seen is None else out * seen.any(-1, keepdim=True)
+
+
+def _with_sinks(sinks: Tensor, seen: Tensor | None, query: Tensor) -> Tensor:
+    """Return [B or 1, N, T, T + 1], what is added to the products: the last key is the sink.
+
+    Args:
+        sinks: [N].
+        seen: Which keys may be seen, broadcast to [B, N, T, T]; None: all.
+        query: [B, N, T, H].
+    """
+    tokens = query.shape[2]
+    own = query.new_zeros(1, 1, tokens, tokens)
+    if seen is not None:
+        own = torch.where(seen, own, -math.inf)
+    last = sinks.to(query.dtype)[None, :, None, None].expand(len(own), -1, tokens, 1)
+    return torch.cat([own.expand(-1, len(sinks), -1, -1), last], -1)
 
 
 def _bounds(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
@@ -188,8 +234,10 @@ class _Interception(TorchFunctionMode):
         cu_seqlens: Tensor | Sequence[int] | None,
         window: tuple[int, int] | None,
         scale: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        options = {"causal": causal, "visible": key_mask, "scale": scale, "window": window}
+        options: dict[str, Any] = {"causal": causal, "visible": key_mask, "window": window}
+        options |= {"scale": scale, "sinks": sinks}
         return self._attend(query, key, value, documents=_bounds(cu_seqlens), **options)
 
     def _attend(self, *tensors: Tensor, **options: Any) -> Tensor:

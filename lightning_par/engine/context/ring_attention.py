@@ -123,6 +123,7 @@ def ring_attention(
     channel: RingChannel | None,
     scale: float | None = None,
     mask: KeyMask | None = None,
+    sinks: Float[Tensor, " N"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B N T H"]:
     """Attend to the tokens of all members.
@@ -136,6 +137,8 @@ def ring_attention(
         channel: Channel of the ring; None if this is its only member.
         scale: Multiplies the products; None: 1 / sqrt(H).
         mask: Which keys are visible; None: all.
+        sinks: A product for each head that counts in the softmax of every query, and brings no
+            value; None: there are none.
         backend: A name of `kernels.select.KERNELS`, or ``"auto"``.
 
     Returns:
@@ -159,30 +162,41 @@ def ring_attention(
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         mask=mask if masked else None,
     )
-    out: Tensor = _RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call
+    ) -> Tensor:
         # One flat copy of keys and values: a message is contiguous, and saved once.
         own, query = KeyValues.pack(key, value), _rows(query)
         out, logsum = _forward(call, query, own)
+        if sinks is not None:
+            # The softmax over one product more: its logarithm is all that the backward reads.
+            whole = torch.logaddexp(logsum, sinks.to(logsum.dtype)[:, None])
+            out, logsum = out * (logsum - whole).exp()[..., None], whole
         out = out.to(query.dtype)
         # A row that sees nothing: any finite number keeps exp(-inf - it) at 0 in the backward.
         logsum.masked_fill_(logsum.isneginf(), 0)
         ctx.call, ctx.shapes = call, (key.shape, value.shape)
-        ctx.save_for_backward(query, own.flat, out, logsum)
+        ctx.save_for_backward(query, own.flat, out, logsum, sinks)
         return out
 
     @staticmethod
     @refuses_second_gradient
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, flat, out, logsum = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        query, flat, out, logsum, sinks = ctx.saved_tensors
         own = KeyValues.over(flat, ((0, ctx.shapes[0][2]),), ctx.shapes)
         of_query, home = _backward(ctx.call, _Saved(_rows(grad), query, out, logsum), own)
-        return of_query, home.key.to(flat.dtype), home.value.to(flat.dtype), None
+        of_sinks = None
+        if sinks is not None:
+            # As of every product s: dL/ds = p (dL/dp - sum_j p_j dL/dp_j), where the value is 0.
+            taken = (sinks.to(logsum.dtype)[:, None] - logsum).exp()
+            of_sinks = -(taken * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return of_query, home.key.to(flat.dtype), home.value.to(flat.dtype), of_sinks, None
 
 
 def _band_bias(block: AttentionBlock, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -149,6 +149,25 @@ class SequenceShard:
                 chunks.append(whole.new_full(shape, padding))
         return torch.cat(chunks, dim)
 
+    def gather_tensor(self, shard: Tensor, dim: int) -> Tensor:
+        """Return the whole of a tensor of which every rank has its tokens, with their padding.
+
+        Args:
+            shard: t entries in `dim`.
+            dim: The sequence dim.
+
+        **Communicates**: one all-gather over the axis.
+        """
+        assert self.layout is not None
+        whole: Tensor = all_gather(shard.contiguous(), dim, self.group)
+        chunks = {}
+        for rank, part in enumerate(whole.split(self.layout.local, dim)):
+            at = 0
+            for a, b in self.layout.of_rank(rank):
+                chunks[a] = part.narrow(dim, at, b - a)
+                at += b - a
+        return torch.cat([chunks[a] for a in sorted(chunks)], dim)
+
     def attend(
         self,
         query: Float[Tensor, "B N t H"],
@@ -160,6 +179,7 @@ class SequenceShard:
         documents: Sequence[int] = (),
         window: tuple[int, int] | None = None,
         scale: float | None = None,
+        sinks: Float[Tensor, " N"] | None = None,
     ) -> Float[Tensor, "B N t H"]:
         """Attend to the tokens of all ranks.
 
@@ -173,6 +193,7 @@ class SequenceShard:
             documents: Boundaries 0, ..., T of packed documents; empty: one.
             window: How many tokens before and after itself a token sees; None: all.
             scale: Multiplies the products; None: 1 / sqrt(H).
+            sinks: As in `attention`.
 
         Returns:
             [B, N, t, H]; 0 for a token that sees none, as padding does.
@@ -199,6 +220,8 @@ class SequenceShard:
             # First spread, then exchanged: each rank of the u gets heads of its own.
             key, value = (self._spread_heads(x) for x in (key, value))
             query, key, value = (gather_tokens(x, self.heads) for x in (query, key, value))
+            if sinks is not None:
+                sinks = sinks.chunk(self.ulysses)[self.heads.rank()]
         out = ring_attention(
             query,
             key,
@@ -208,6 +231,7 @@ class SequenceShard:
             channel=self.channel,
             scale=scale,
             mask=mask,
+            sinks=sinks,
             backend=self.options.backend,
         )
         return out if self.heads is None else scatter_tokens(out, self.heads)

@@ -24,6 +24,8 @@ MASKS = {
     "window": {"causal": True, "window": (6, 0)},
     "window full": {"window": (3, 9), "padded": True},
     "window packed": {"causal": True, "window": (4, 0), "documents": PACKED},
+    "sinks": {"causal": True, "has_sinks": True},
+    "sinks window padded": {"causal": True, "window": (6, 0), "padded": True, "has_sinks": True},
 }
 FLOAT64, FLOAT32 = 5e-15, 2e-6  # relative to the largest number; sums in another order
 

@@ -15,6 +15,9 @@ CASES = {
     "window causal, right part of no use": Case(causal=True, window=(6, 3), padded=True),
     "window on both sides": Case(window=(3, 9), padded=True),
     "window packed": Case(causal=True, window=(4, 0), documents=PACKED),
+    "sinks": Case(causal=True, kv_heads=2, has_sinks=True),
+    "sinks padded": Case(padded=True, has_sinks=True),
+    "sinks packed": Case(causal=True, window=(4, 0), documents=PACKED, has_sinks=True),
 }
 
 
@@ -22,9 +25,10 @@ CASES = {
 def test_attention_equals_torch_with_the_whole_mask(name: str) -> None:
     case = CASES[name]
     *inputs, grad = case.draw()
-    leaves = [x.requires_grad_() for x in inputs]
+    leaves, sinks = [x.requires_grad_() for x in inputs], case.sinks()
     options = {"causal": case.causal, "key_mask": case.visible, "window": case.window}
-    out = attention(*leaves, cu_seqlens=case.documents or None, **options)
+    out = attention(*leaves, cu_seqlens=case.documents or None, sinks=sinks, **options)
     out.backward(grad)
+    leaves += [] if sinks is None else [sinks]
     found = [out.detach(), *(x.grad for x in leaves)]
     assert max(errors(found, case.attend_whole(torch.float64))) <= 5e-15
