@@ -21,6 +21,7 @@ from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.lookup import find_model
+from lightning_par.huggingface.positions import count_whole_sequences
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.upstream.pytree import tree_map
 from lightning_par.upstream.transformers import attention_of
@@ -28,7 +29,8 @@ from lightning_par.upstream.transformers import attention_of
 __all__ = ["divide_attention"]
 
 _NAME = "lightning_par"
-_BESIDE = "softcap", "s_aux", "sinks", "position_bias"
+_SINKS = "s_aux"
+_BESIDE = "softcap", "sinks", "position_bias"
 """What models give their attention besides masks and windows."""
 
 
@@ -56,6 +58,7 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     for rotary in model.modules():
         if _scales_by_length(rotary):
             _scale_by_whole_length(rotary, axis)
+    count_whole_sequences(model, axis)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def use(kind: str) -> None:
@@ -149,19 +152,29 @@ def _attend(
             "changes the attention scores or their softmax. This is not supported with context "
             "parallelism. Use context_parallel_size=1.",
         )
+    if attention_mask is not None and attention_mask.shape[1:3] != (1, 1):
+        raise ConfigurationError(
+            "LP305",
+            f"{type(module).__name__} computes a mask of its own, of shape "
+            f"{tuple(attention_mask.shape)}, from the tokens of one rank. Context parallelism "
+            "supports padding, causal attention and sliding windows. Use context_parallel_size=1.",
+        )
     # As transformers' own functions decide: the argument, else the module, else causal.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    visible = None if attention_mask is None else attention_mask.bool()
+    visible = None if attention_mask is None else attention_mask[:, 0, 0]
     # As flash-attn counts: the token itself is one of so many.
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options: dict[str, Any] = {"key_mask": visible, "window": window, "scale": scaling}
+    options["sinks"] = others.get(_SINKS)
     out = attention(query, key, value, causal=bool(causal), **options)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _pass_padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """Return the mask [B, t] that the caller gave; it must not depend on what a rank sees."""
-    return attention_mask
+    """Return the mask [B, t] that the caller gave as [B, 1, 1, t]; it must not depend on what a
+    rank sees.
+    """
+    return None if attention_mask is None else attention_mask.bool()[:, None, None]
 
 
 def _check_packing(batch: Any) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_par.engine.experts.router_balance import balances_routers
 from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
+from lightning_par.huggingface.positions import counting_modules, POSITIONS, takes_positions
 from lightning_par.huggingface.stages import find_stages
 from lightning_par.huggingface.styles import InBlockStyles, plan_of_blocks
 from lightning_par.plan.parallel_plan import (
@@ -27,7 +28,7 @@ from lightning_par.plan.parallel_plan import (
 
 __all__ = ["derive_plan", "find_huggingface_plan"]
 
-_OPTIONAL = ("attention_mask", "position_ids", "token_type_ids")
+_OPTIONAL = ("attention_mask", POSITIONS, "token_type_ids")
 _SHIFTED = "shift_labels"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CURE = (
@@ -83,7 +84,7 @@ def derive_plan(model: Any) -> ParallelPlan:
         replicated=stages.replicated,
         kept=stages.kept,
         batch=_batch_layout(model),
-        positions={"": "position_ids"} if _takes_positions(model) else None,
+        positions=_positions(model),
         captured=_captured(model, [model.get_submodule(c) for c in stages.containers]),
         experts=_experts(model),
         replica_sums=("",) if _adds_router_loss(model) and balances_routers(model) else (),
@@ -166,16 +167,21 @@ def _batch_layout(model: Any) -> BatchLayout:
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         ids = {}  # an image or a sound, which is no sequence of tokens yet
     # A model without a loss of its own: the user's step has one.
-    if model.loss_type is None and not name.endswith("LMHeadModel"):
+    # transformers has one loss for a decoder, and for a decoder behind an encoder of images.
+    is_causal = model.loss_type in ("ForCausalLM", "ForConditionalGeneration")
+    is_causal |= name.endswith("LMHeadModel")
+    # As transformers does for a model whose class names no loss, but computes one.
+    is_causal |= model.loss_type is None and "loss_function" in _names_in_forward(model)
+    if model.loss_type is None and not is_causal:
         return BatchLayout(sequence_dims=ids, optional=_OPTIONAL if ids else ())
     if model.loss_type in ("ForMaskedLM", "ForTokenClassification"):
         return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
     # The source and the target are sequences of different lengths; only the labels are averaged.
     if model.config.is_encoder_decoder:
         return BatchLayout(sequence_dims={"labels": 1}, labels="labels")
-    if (model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel")) and not _shifts(model):
+    if is_causal and not _shifts(model):
         return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
-    if model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel"):
+    if is_causal:
         return BatchLayout(
             sequence_dims={**ids, "labels": 1, _SHIFTED: 1},
             labels="labels",
@@ -189,9 +195,14 @@ def _batch_layout(model: Any) -> BatchLayout:
 
 def _shifts(model: Any) -> bool:
     """Tell whether a causal model moves the labels itself; some take them moved already."""
-    # Read from the source, as nothing in the configuration says it.
-    source = inspect.getsource(inspect.unwrap(type(model).forward))
-    return "loss_function" in source or "shift" in source
+    # Nothing in the configuration says it, and a docstring may say that it does not.
+    return any("loss_function" in name or "shift" in name for name in _names_in_forward(model))
+
+
+def _names_in_forward(model: Any) -> set[str]:
+    """Return the names of attributes and variables in the forward of a model."""
+    code = inspect.unwrap(type(model).forward).__code__
+    return {*code.co_names, *code.co_varnames}
 
 
 def _experts(model: Any) -> tuple[str, ...]:
@@ -212,8 +223,11 @@ def _adds_router_loss(model: Any) -> bool:
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
-def _takes_positions(model: Any) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+def _positions(model: Any) -> dict[str, str] | None:
+    """Say which modules are given positions; None: nothing is known of how tokens are counted."""
+    if counting := counting_modules(model):
+        return dict.fromkeys(counting, POSITIONS)
+    return {"": POSITIONS} if takes_positions(model) else None
 
 
 def _why_not_divided(model: Any, stacks: int) -> str | None:
@@ -234,6 +248,16 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens, "
             "but no rank has all tokens. Set output_router_logits=False in the configuration of "
             "the model."
+        )
+    if _positions(model) is None:
+        return (
+            f"{name} takes no position_ids, and counts its tokens in a way that is not known, as "
+            "ALiBi and recurrences do; every rank would count from 0. Use context_parallel_size=1."
+        )
+    if any(module.rpartition(".")[2] == "indexer" for module, _ in model.named_modules()):
+        return (
+            f"{name} chooses for every token the tokens that it attends to (by an indexer), but no "
+            "rank has all tokens. Use context_parallel_size=1."
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return (

@@ -153,8 +153,11 @@ def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: Seque
     # The parent of what is summed computes the sum: its operations along T are allowed.
     added = sorted({name.rpartition(".")[0] for name in summed})
     intercept_attention(blocks, axis, map(model.get_submodule, added))
-    for name, keyword in _positions_of(model, resolved.plan.positions or {}).items():
-        _give_positions(model.get_submodule(name), keyword, axis)
+    for name, module in model.named_modules():
+        for pattern, keyword in (resolved.plan.positions or {}).items():
+            is_named = name == pattern or match_pattern(pattern, name)
+            if is_named and not isinstance(module, StageStub):  # of another stage
+                _give_positions(module, keyword, axis)
 
 
 def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> None:

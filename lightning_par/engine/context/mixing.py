@@ -65,7 +65,7 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
         # A kernel of width 1 sees one token at a time.
         mixes = any(size == t and width > 1 for size, width in zip(places, kernel, strict=True))
     elif name in _ALONG_DIM and x.ndim > 2:
-        mixes = _goes_along(x, kwargs.get("dim", args[1] if len(args) > 1 else None), t)
+        mixes = _goes_along(name, x, kwargs.get("dim", args[1] if len(args) > 1 else None), t)
     elif name == "pad" and x.ndim > 2:
         pads = args[1] if len(args) > 1 else kwargs["pad"]
         # F.pad counts dims from the last: entries 2 i and 2 i + 1 are of dim -1 - i.
@@ -88,14 +88,15 @@ def _is_in(module: str) -> bool:
     return any(frame.f_globals.get("__name__") == module for frame, _ in frames)
 
 
-def _goes_along(x: Tensor, dim: object, t: int) -> bool:
+def _goes_along(name: str, x: Tensor, dim: object, t: int) -> bool:
     """Tell whether a dim of a tensor is certain to be that of its t tokens: none but the features,
     which come last, has the same size.
     """
     dims = dim if isinstance(dim, tuple | list) else [dim]
     inner = {d % x.ndim for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim}
     if inner == {x.ndim - 1}:  # the scores of attention that nobody intercepts
-        return x.ndim == 4 and x.shape[-1] == x.shape[-2] == t
+        # No softmax takes a mean, but norms of heads do, which may have t features.
+        return name != "mean" and x.ndim == 4 and x.shape[-1] == x.shape[-2] == t
     # Certain only if no other dim has t entries by chance.
     return x.shape.count(t) == 1 and any(x.shape[d] == t for d in inner - {x.ndim - 1})
 
