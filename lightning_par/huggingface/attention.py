@@ -9,7 +9,7 @@ Shapes: B batch, N query heads, K key/value heads, t tokens of one rank, H head 
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.lookup import find_model
+from lightning_par.huggingface.mixers import WholeSequences
 from lightning_par.huggingface.positions import count_whole_sequences
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.upstream.pytree import tree_map
@@ -34,13 +35,16 @@ _BESIDE = "softcap", "sinks", "position_bias"
 """What models give their attention besides masks and windows."""
 
 
-def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard) -> None:
+def divide_attention(
+    module: nn.Module, batch: BatchLayout, axis: SequenceShard, blocks: Iterable[nn.Module] = ()
+) -> None:
     """Let the Hugging Face model inside `module`, if there is one, attend over all ranks.
 
     Args:
         module: A LightningModule; the model inside is told to use another attention.
         batch: Batch layout of the plan, which names the padding mask.
         axis: The sequence shard of this rank.
+        blocks: Those of this rank.
     """
     found = find_model(module)
     if found is None:
@@ -59,6 +63,7 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
         if _scales_by_length(rotary):
             _scale_by_whole_length(rotary, axis)
     count_whole_sequences(model, axis)
+    mixers = WholeSequences(blocks, axis)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def use(kind: str) -> None:
@@ -79,6 +84,7 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
         labels = given.get("labels")
         if batch.shifted is not None and labels is not None and given.get(batch.shifted) is None:
             given[batch.shifted] = labels
+        mixers.take_padding(given.get("attention_mask"))
         return args, given
 
     model.register_forward_pre_hook(adjust, with_kwargs=True)

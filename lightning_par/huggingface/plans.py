@@ -16,6 +16,7 @@ from torch import nn
 from lightning_par.engine.experts.router_balance import balances_routers
 from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
+from lightning_par.huggingface.mixers import mixers_in
 from lightning_par.huggingface.positions import counting_modules, POSITIONS, takes_positions
 from lightning_par.huggingface.stages import find_stages
 from lightning_par.huggingface.styles import InBlockStyles, plan_of_blocks
@@ -227,7 +228,10 @@ def _positions(model: Any) -> dict[str, str] | None:
     """Say which modules are given positions; None: nothing is known of how tokens are counted."""
     if counting := counting_modules(model):
         return dict.fromkeys(counting, POSITIONS)
-    return {"": POSITIONS} if takes_positions(model) else None
+    if takes_positions(model):
+        return {"": POSITIONS}
+    # A recurrence over whole sequences needs none; what counts in spite of that is found later.
+    return {} if any(mixers_in(model)) else None
 
 
 def _why_not_divided(model: Any, stacks: int) -> str | None:
@@ -252,7 +256,7 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
     if _positions(model) is None:
         return (
             f"{name} takes no position_ids, and counts its tokens in a way that is not known, as "
-            "ALiBi and recurrences do; every rank would count from 0. Use context_parallel_size=1."
+            "ALiBi does; every rank would count from 0. Use context_parallel_size=1."
         )
     if any(module.rpartition(".")[2] == "indexer" for module, _ in model.named_modules()):
         return (

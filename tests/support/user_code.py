@@ -71,13 +71,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "zero3ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 3},
     "cp2": {**_ONES, "context_parallel_size": 2},
+    "cp2tp2": {**_ONES, "context_parallel_size": 2, "tensor_parallel_size": 2},
+    "cp2pp2": {**_ONES, "context_parallel_size": 2, "pipeline_parallel_size": 2},
     "cp2ep2": {**_ONES, "context_parallel_size": 2, "expert_parallel_size": 2},
 }
 """Name of a layout -> options of the strategy. The zero layouts have two replicas, but zero3ep2 has
 four: two hold the same experts.
 """
 _SHARDS = ("tp2", "zero1", "zero3", "zero1tp2")
-_FOUR_RANKS = ("tp2pp2", "zero1tp2", "zero1pp2", "zero1ep2tp2", "zero1ep2pp2", "zero3ep2")
+_FOUR_RANKS = (
+    *("tp2pp2", "zero1tp2", "zero1pp2", "zero1ep2tp2", "zero1ep2pp2", "zero3ep2"),
+    *("cp2tp2", "cp2pp2"),
+)
 _STEPS = 4
 
 

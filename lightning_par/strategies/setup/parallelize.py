@@ -404,7 +404,8 @@ def _apply_context(
     divisor = mesh.sizes.tensor if options.sequence_parallel else 1
     shard = build_axis(mesh, options.context_options, divisor=divisor)
     apply_context_parallel(module, resolved, shard)
-    divide_attention(module, resolved.plan.batch, shard)
+    blocks = map(module.get_submodule, resolved.block_names)
+    divide_attention(module, resolved.plan.batch, shard, blocks)
     return ShardedSequence(shard, resolved.plan, mesh)
 
 

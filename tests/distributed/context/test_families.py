@@ -58,8 +58,8 @@ def causal(name: str, family: str, **cells: Any) -> None:
 
 
 causal("norms_of_heads_as_large_as_the_tokens_of_a_rank", "apertus", equal="cp2")
-causal("positions_counted_from_the_padding_index", "roberta", equal="cp2", large="pp2 zero3")
-causal("positions_counted_by_an_embedding", "bart", equal="cp2", large="pp2 zero3")
+causal("positions_counted_from_the_padding_index", "roberta", equal="cp2", large="zero3 cp2pp2")
+causal("positions_counted_by_an_embedding", "bart", equal="cp2", large="zero3 cp2pp2")
 causal("positions_from_a_shape", "blenderbot", equal="cp2")
 causal("a_loss_by_default", "bert-generation", equal="cp2 zero3", large="pp2")
 # Of a padding token that sees nothing but its sink, transformers computes NaN.
@@ -71,6 +71,36 @@ causal(
     equal="cp2",
     **_SINKS,
     strategy={"context_options": {"method": "ulysses"}},
+)
+causal(
+    "state_spaces_without_attention",
+    "mamba2",
+    equal="cp2",
+    config={"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8},
+    tolerance=1e-5,  # which transformers computes in float32
+)
+causal(
+    "short_convolutions_beside_attention",
+    "lfm2",
+    equal="cp2",
+    large="cp2pp2 cp2tp2",
+    config={"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
+)
+causal(
+    "delta_rules_beside_attention",
+    "qwen3_next",
+    equal="cp2",
+    large="cp2tp2",
+    config={
+        "layer_types": ["linear_attention", "full_attention"],
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8),
+        **dict.fromkeys(("linear_num_key_heads", "num_key_value_heads"), 2),
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+        **dict.fromkeys(("linear_num_value_heads", "num_experts"), 4),
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+    },
+    tolerance=1e-5,  # which transformers computes in float32
 )
 causal("tokens_chosen_over_the_whole_sequence", "deepseek_v32", refused={"cp2": "by an indexer"})
 causal("masks_of_its_own", "doge", refused={"cp2": "mask of its own"})
