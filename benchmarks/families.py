@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._families_page import ALONE, page_of
 from lightning_par.callbacks import CommunicationProfiler
 from lightning_par.observe.modes import DoublePrecision
 from tests.support.models.plain_language_model import PlainModule
@@ -159,6 +160,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
     "granitemoehybrid": {"layer_types": list(_TWO)},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {"n_groups": 2},
     "qwen4_exp_text": {
@@ -286,35 +288,56 @@ def rows(only: list[str]) -> Iterator[str]:
     yield from (f for f in sorted(CAUSAL) if not only or any(re.fullmatch(o, f) for o in only))
 
 
+def merged(files: list[Path]) -> dict[str, dict[str, str]]:
+    """Return the outcomes that earlier runs wrote; of a cell in several, the last."""
+    table: dict[str, dict[str, str]] = {}
+    for file in files:
+        for family, cells in json.loads(file.read_text()).items():
+            table[family] = {**table.get(family, {}), **cells}
+    return table
+
+
+def missing(family: str, layouts: list[str], known: Collection[str]) -> list[str]:
+    """Return the layouts on which a family is to be trained."""
+    has_experts = getattr(CONFIG_MAPPING[family], "base_model_ep_plan", None)
+    chosen = [layout for layout in layouts if has_experts or "ep2" not in layout]
+    return [] if ALONE in known else [layout for layout in chosen if layout not in known]
+
+
 def main() -> None:
     """Print a line for each cell, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layouts", nargs="+", default=["tp2"], choices=LAYOUTS)
     parser.add_argument("--only", nargs="+", default=[], help="patterns of names")
     parser.add_argument("--out", type=Path, help="JSON: family -> layout -> outcome")
+    parser.add_argument("--known", type=Path, nargs="+", default=[], help="--out of earlier runs")
+    parser.add_argument("--page", type=Path, help="Markdown of the whole table")
     given = parser.parse_args()
-    table: dict[str, dict[str, str]] = {}
+    table = merged(given.known)
     for family in rows(given.only):
+        cells = table.setdefault(family, {})
+        layouts = missing(family, given.layouts, cells)
+        if not layouts:
+            continue
         try:
             (wanted,) = run_ranks(train, 1, family, None, timeout=90)
         except RankError as error:
-            table[family] = {"one process": str(error)}
-            print(family, "one process:", str(error).partition("\n")[0][:200], flush=True)
+            cells[ALONE] = str(error)
+            print(family, ALONE, cells[ALONE].partition("\n")[0][:200], flush=True)
             continue
-        table[family] = {}
-        for layout in given.layouts:
-            if "ep2" in layout and not getattr(CONFIG_MAPPING[family], "base_model_ep_plan", None):
-                continue
+        for layout in layouts:
             start = time.monotonic()
-            table[family][layout] = outcome(family, layout, wanted)
+            cells[layout] = outcome(family, layout, wanted)
             seconds = time.monotonic() - start
-            shown = table[family][layout].partition("\n")[0][:200]
+            shown = cells[layout].partition("\n")[0][:200]
             print(family, layout, shown, f"({seconds:.1f} s)", flush=True)
         if given.out:
             given.out.write_text(json.dumps(table, indent=1))
     counts = Counter((k, v.partition(":")[0]) for cells in table.values() for k, v in cells.items())
     for (layout, kind), count in sorted(counts.items()):
         print(f"{layout:20} {kind:10} {count}")
+    if given.page:
+        given.page.write_text(page_of(table))
     close_ranks()
 
 
