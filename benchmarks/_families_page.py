@@ -94,7 +94,7 @@ def _reason(outcome: str) -> str:
     text = re.sub(r"^(net\.\S+|\w+) \(\S+:\d+\) ", "", text)  # a class, and its line
     text = re.sub(r"^\S*?[A-Z]\w+[A-Z]\w+ ", "the model ", text)
     text = re.sub(r"(of shape \([\d, ]+\)|=\d+|to chunks of \d+ tokens)", "", text)
-    sentence = re.split(r"\. |, but |, so ", text)[0]
+    sentence = re.split(r"\. |, but |, so |: the loss is | \[lightning-par", text)[0]
     return f"{sentence} ({code[1]})" if code else sentence
 
 
@@ -108,4 +108,4 @@ def _cell(text: str, most: int) -> str:
 
 
 def _filled(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 150, break_on_hyphens=False))
+    return "\n".join(textwrap.wrap(text.strip(), 150, break_on_hyphens=False))
