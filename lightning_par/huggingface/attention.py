@@ -58,7 +58,8 @@ def divide_attention(
     AttentionMaskInterface.register(_NAME, _pass_padding)
     _, model = found
     own = attention_of(model)
-    axis.checks.append(_check_packing)
+    packed = _PackedRows(model, axis)
+    axis.checks.append(packed.look)
     for rotary in model.modules():
         if _scales_by_length(rotary):
             _scale_by_whole_length(rotary, axis)
@@ -81,6 +82,7 @@ def divide_attention(
             return None
         # A cache keeps a window of one rank's tokens, and training reads none.
         given = {"use_cache": False, **kwargs} if takes_cache else dict(kwargs)
+        packed.divide(args, kwargs)
         labels = given.get("labels")
         if batch.shifted is not None and labels is not None and given.get(batch.shifted) is None:
             given[batch.shifted] = labels
@@ -183,17 +185,73 @@ def _pass_padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> T
     return None if attention_mask is None else attention_mask.bool()[:, None, None]
 
 
-def _check_packing(batch: Any) -> None:
-    """Refuse packed documents, which transformers finds by positions that start again."""
-    # With a mask that is given, transformers does not look for documents in the positions.
-    if not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
-        return
-    positions = batch.get("position_ids")
-    # Of the whole batch, before it is divided: the ranks' own positions (zigzag) jump anyway.
-    if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
-        raise ConfigurationError(
-            "LP305",
-            "position_ids of this batch do not always increase by 1 inside a row, so transformers "
-            "treats the row as several documents. Context parallelism cannot divide such rows for "
-            "models of Hugging Face. Use context_parallel_size=1, or put one document in each row.",
-        )
+class _PackedRows:
+    """Divides the attention of rows with several documents, which transformers finds by positions
+    that do not increase by 1.
+
+    Args:
+        model: A `transformers.PreTrainedModel`.
+        axis: The sequence shard of this rank; it is told the documents.
+    """
+
+    def __init__(self, model: Any, axis: SequenceShard) -> None:
+        self._axis = axis
+        self._is_packed = False
+        self._signature = inspect.signature(model.forward)
+        text = getattr(model.config, "text_config", model.config)
+        # None: the model reads no cache.
+        self._uses_cache: bool | None = getattr(text, "use_cache", None)
+        if "use_cache" not in self._signature.parameters:
+            self._uses_cache = None
+        self._takes_positions = attention_of(model).startswith("flash")
+
+    def look(self, batch: Any) -> None:
+        """Note whether a whole batch, before it is divided, has rows of several documents."""
+        self._is_packed = False
+        # With a mask that is given, transformers does not look for documents in the positions.
+        if not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
+            return
+        positions = batch.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim == 2:
+            self._is_packed = bool((torch.diff(positions, dim=-1) != 1).any())
+
+    def divide(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Tell attention the documents, in a forward of the model, which may be of a micro-batch.
+
+        Args:
+            args: Arguments of the forward.
+            kwargs: Its keyword arguments.
+
+        **Communicates**: one all-gather of the positions over the axis, if the batch is packed.
+        """
+        self._axis.documents = ()
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        positions = given.get("position_ids")
+        if not self._is_packed or positions is None:
+            return
+        uses_cache = given.get("use_cache", self._uses_cache)
+        if self._uses_cache is None or (uses_cache and self._takes_positions):
+            raise ConfigurationError(
+                "LP305",
+                "position_ids of this batch do not always increase by 1 inside a row, so "
+                "transformers treats the row as several documents. Context parallelism cannot "
+                "divide such rows for this model. Set use_cache=False in the configuration of the "
+                "model, if it has a cache, or use context_parallel_size=1, or put one document in "
+                "each row.",
+            )
+        # Beside a cache, transformers does not look for documents.
+        if not uses_cache:
+            assert self._axis.layout is not None
+            whole = self._axis.gather_tensor(positions, 1)[:, : self._axis.layout.length]
+            self._axis.documents = _documents(whole)
+
+
+def _documents(positions: Tensor) -> list[tuple[int, ...]]:
+    """Return the boundaries 0, ..., T of the documents in every row.
+
+    Args:
+        positions: [B, T].
+    """
+    begins = (torch.diff(positions, dim=-1) != 1).cpu()
+    starts = [(row.nonzero()[:, 0] + 1).tolist() for row in begins]
+    return [(0, *row, positions.shape[1]) for row in starts]

@@ -19,7 +19,7 @@ from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.engine.pipeline.captured_outputs import keep_outputs
 from lightning_par.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_par.huggingface import export_folder, MODEL_STATE
-from lightning_par.huggingface.attention import _attend, _check_packing
+from lightning_par.huggingface.attention import _attend
 from lightning_par.huggingface.export import _check_names
 from lightning_par.huggingface.weights import _join
 from lightning_par.models import HuggingFaceModule
@@ -171,14 +171,6 @@ def test_verify_needs_a_step(monkeypatch: Any, capsys: Any) -> None:
     status, error = command(monkeypatch, capsys, "verify", "--steps=0")
     assert status == 1
     assert "--steps 0 must be 1 or more" in error
-
-
-def test_packed_rows_are_not_divided() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.raises(ConfigurationError, match="do not always increase by 1 inside a row"):
-        _check_packing({"position_ids": positions})
-    _check_packing({"position_ids": positions, "attention_mask": torch.ones(1, 5)})
-    _check_packing({"position_ids": torch.arange(5)[None] + 3})
 
 
 def test_dropped_attention_weights_are_refused_on_divided_sequences() -> None:

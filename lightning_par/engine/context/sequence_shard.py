@@ -5,7 +5,7 @@ rank (T' is T with padding), H head dim.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class SequenceShard:
             last one.
         calls: Number of attention calls that ran over the axis.
         fills: Number of times that positions were given to a module, or brought by its caller.
+        documents: Boundaries of the documents in every row of the batch, for calls of attention
+            that name none; empty: rows are one document each.
         looks: Whether blocks are watched for what else mixes tokens, as in the first step.
         checks: Called with every batch before it is sharded; raise to refuse it.
     """
@@ -62,6 +64,7 @@ class SequenceShard:
     positions: Tensor | None = None
     calls: int = 0
     fills: int = 0
+    documents: Sequence[tuple[int, ...]] = ()
     looks: bool = True
     checks: list[Callable[[Any], None]] = field(default_factory=list)
     _masks: dict[Any, tuple[Tensor, KeyMask]] = field(default_factory=dict)
@@ -125,6 +128,7 @@ class SequenceShard:
     def clear(self) -> None:
         """Forget the batch: attention sees whole sequences from now on."""
         self.layout = self.positions = None
+        self.documents = ()
         self._masks.clear()
 
     def shard_tensor(self, whole: Tensor, dim: int, padding: float = 0) -> Tensor:
@@ -205,6 +209,9 @@ class SequenceShard:
         the output; the mask once for a batch.
         """
         assert self.layout is not None
+        if self.documents and not documents:
+            options = {"causal": causal, "window": window, "scale": scale, "sinks": sinks}
+            return self._attend_documents(query, key, value, visible, options)
         # Also refuses a user's s that is not t, hence two letters in the annotations.
         self._check_shapes(query, key, value)
         self.calls += 1
@@ -235,6 +242,36 @@ class SequenceShard:
             backend=self.options.backend,
         )
         return out if self.heads is None else scatter_tokens(out, self.heads)
+
+    def _attend_documents(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend inside of the documents of the batch: row by row, where these differ."""
+        if len(set(self.documents)) == 1:
+            documents = self.documents[0]
+            return self.attend(query, key, value, visible=visible, documents=documents, **options)
+        if len(query) != len(self.documents):
+            raise ConfigurationError(
+                "LP305",
+                f"attention was called with {len(query)} rows, but the batch has "
+                f"{len(self.documents)} rows of several documents each. Give the model the rows of "
+                "the batch, or use context_parallel_size=1.",
+            )
+        rows = [
+            self.attend(
+                *(x[i : i + 1] for x in (query, key, value)),
+                visible=visible if visible is None or len(visible) == 1 else visible[i : i + 1],
+                documents=bounds,
+                **options,
+            )
+            for i, bounds in enumerate(self.documents)
+        ]
+        return torch.cat(rows)
 
     def _spread_heads(self, x: Tensor) -> Tensor:
         """Repeat key/value heads until every rank that exchanges heads gets one."""

@@ -63,27 +63,35 @@ def flat(batch: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def case(name: str, family: str, *rest: Any, **cells: Any) -> None:
-    """Add a case: a causal language model of a family."""
+    """Add a case: a language model of a family, causal if nothing else is said."""
     options, mask = cells.pop("config", {}), cells.pop("mask", None)
+    kind = cells.pop("kind", transformers.AutoModelForCausalLM)
 
     def make() -> tuple[Any, ...]:
         config = transformers.CONFIG_MAPPING[family](**{**_SIZES, **options})
-        return Family(transformers.AutoModelForCausalLM.from_config(config)), rows(mask=mask), *rest
+        return Family(kind.from_config(config)), rows(mask=mask), *rest
 
     make.__name__ = name
     CASES.add(**{"tolerance": 1e-6, **cells})(make)
 
 
 _EQUAL = "tp2 pp2 zero3"
-_CP = {"cp2": "several documents"}
-case("positions_that_begin_anew", "llama", equal=_EQUAL, large="tp2pp2", refused=_CP)
-case("windows", "mistral", config={"sliding_window": 4}, equal=_EQUAL, refused=_CP)
-case("norms_of_heads", "qwen3", equal="pp2", large="tp2 zero3", refused=_CP)
-case("sinks", "granite_swa", config={"sliding_window": 4}, equal=_EQUAL, refused=_CP)
+case("positions_that_begin_anew", "llama", equal=_EQUAL + " cp2", large="tp2pp2 cp2pp2 cp2tp2")
+case("windows", "mistral", config={"sliding_window": 4}, equal=_EQUAL + " cp2")
+case("norms_of_heads", "qwen3", equal="pp2 cp2", large="tp2 zero3")
+case("sinks", "granite_swa", config={"sliding_window": 4}, equal=_EQUAL + " cp2")
 case("positions_beside_a_mask_of_padding", "llama", mask="ones", equal=_EQUAL + " cp2")
 case("masks_of_documents", "llama", mask="documents", equal=_EQUAL, refused={"cp2": "LP304"})
+# There the documents of a row see each other, on one process as well.
+case("beside_a_cache", "llama", config={"use_cache": True}, equal="pp2 cp2")
+case(
+    "without_a_cache",
+    "bert",
+    kind=transformers.AutoModelForMaskedLM,
+    refused={"cp2": "treats the row as several documents"},
+)
 # A batch of one row is one micro-batch.
-case("one_row_of_all", "llama", flat, equal=_EQUAL, refused={"cp2": "several documents|divided"})
+case("one_row_of_all", "llama", flat, equal=_EQUAL + " cp2")
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
