@@ -337,7 +337,8 @@ def main() -> None:
     for (layout, kind), count in sorted(counts.items()):
         print(f"{layout:20} {kind:10} {count}")
     if given.page:
-        given.page.write_text(page_of(table))
+        left = {f: missing(f, given.layouts, table.get(f, ())) for f in rows([])}
+        given.page.write_text(page_of(table, {f: names for f, names in left.items() if names}))
     close_ranks()
 
 

@@ -59,7 +59,8 @@ def _rule_of(module: nn.Module) -> Callable[..., Tensor] | None:
     if forward is None or _RULE not in forward.co_names or not hasattr(module, "padding_idx"):
         return None
     # A method of the module, or a function of its file.
-    return getattr(module, _RULE, None) or getattr(sys.modules[type(module).__module__], _RULE)
+    found: Callable[..., Tensor] | None = getattr(module, _RULE, None)
+    return found or vars(sys.modules[type(module).__module__])[_RULE]
 
 
 def _counting(module: nn.Module, axis: SequenceShard, inner: Forward) -> Forward:
