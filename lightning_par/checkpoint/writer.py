@@ -250,9 +250,7 @@ class Save(ABC):
             # Values that are no tensors are replicated; of stages, each has its own names.
             values={k: v for i in found for k, v in i.values.items()},
         )
-        # A hook of the user may have left a tied weight out of the state dict.
-        aliases = self._metadata.aliases.items()
-        index.aliases = {name: of for name, of in aliases if of in index.weights}
+        index.aliases = dict(self._metadata.aliases)
         index.check_complete()
         return index
 

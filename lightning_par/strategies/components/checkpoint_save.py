@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
 from lightning_par.strategies.components.optimizer_forms import WholeOptimizer, with_parts
 from lightning_par.strategies.components.requeue import link_requeue_checkpoint
+from lightning_par.strategies.components.tied_names import stored_names
 from lightning_par.strategies.components.weight_averages import LocalWeights
 from lightning_par.strategies.hooks.shown_checkpoint import named_states
 from lightning_par.strategies.options import MeshOptions
@@ -268,8 +269,9 @@ class CheckpointSave:
         # A node that does not share the folder is named here, before anything is written.
         if isinstance(path, Path):
             self._processes.check_folder(str(path.parent))
-        part = self._make_part(model, checkpoint, as_file=as_file)
-        metadata = self._metadata(model, checkpoint)
+        stored = stored_names(model.states.tied, checkpoint.get("state_dict", {}), model.module)
+        part = self._make_part(model, checkpoint, stored, as_file=as_file)
+        metadata = self._metadata(model, checkpoint, stored)
         try:
             with self._processes.naming_interface():  # a first save makes a group
                 self._saver.save(path, part, metadata, background=self._in_background)
@@ -284,7 +286,9 @@ class CheckpointSave:
             return False
         return True
 
-    def _metadata(self, model: ParallelModel, checkpoint: dict[str, Any]) -> SaveMetadata:
+    def _metadata(
+        self, model: ParallelModel, checkpoint: dict[str, Any], stored: Mapping[str, str]
+    ) -> SaveMetadata:
         """Return what rank 0 writes about the run."""
         return SaveMetadata(
             manifest=Manifest(
@@ -298,7 +302,7 @@ class CheckpointSave:
                     "torch": torch.__version__,
                 },
             ),
-            aliases=model.states.aliases,
+            aliases={name: of for name, of in stored.items() if name != of},
             place=model.states.place,
             state_order=model.states.order,
         )
@@ -338,12 +342,17 @@ class CheckpointSave:
         return whole
 
     def _make_part(
-        self, model: ParallelModel, checkpoint: dict[str, Any], *, as_file: bool
+        self,
+        model: ParallelModel,
+        checkpoint: dict[str, Any],
+        stored: Mapping[str, str],
+        *,
+        as_file: bool,
     ) -> Part:
         """Return what this rank would write; what fails here is reported by all ranks together."""
         step = checkpoint["global_step"]
         try:
-            return self._encode(model, dict(checkpoint), step, as_file=as_file)
+            return self._encode(model, dict(checkpoint), stored, step, as_file=as_file)
         # In the part, as `CheckpointSaver.save` is a collective that this rank must not miss.
         except Exception as error:
             text = describe(error)
@@ -351,14 +360,20 @@ class CheckpointSave:
             return Part(rank=rank, world=world, step=step, error=text)
 
     def _encode(
-        self, model: ParallelModel, checkpoint: dict[str, Any], step: int, *, as_file: bool
+        self,
+        model: ParallelModel,
+        checkpoint: dict[str, Any],
+        stored: Mapping[str, str],
+        step: int,
+        *,
+        as_file: bool,
     ) -> Part:
         # In the order in which Lightning has it; tensors of weights and optimizers go without.
         plain = {**checkpoint, "state_dict": None}
         # Empty: only whether there is the entry counts; the states are pieces.
         if "optimizer_states" in checkpoint:
             plain["optimizer_states"] = []
-        weights, values = model.states.weight_pieces(checkpoint.pop("state_dict"))
+        weights, values = model.states.weight_pieces(checkpoint.pop("state_dict"), stored)
         pieces, groups = [], []
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", ())):
             if "error" in optimizer:

@@ -73,10 +73,9 @@ class StateMap:
         return made
 
     @property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied weights -> the name under which they are stored."""
-        known = set(self._state_order)
-        return {n: c for n, c in self._canonical.items() if n != c and n in known}
+    def tied(self) -> Iterable[Sequence[str]]:
+        """The names of each parameter, in order."""
+        return self._tied.values()
 
     @property
     def order(self) -> Sequence[str]:
@@ -104,20 +103,23 @@ class StateMap:
         return {name: merged[name] for name in [*order, *(merged.keys() - set(order))]}
 
     @torch.no_grad()
-    def weight_pieces(self, state: Mapping[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
+    def weight_pieces(
+        self, state: Mapping[str, Any], stored: Mapping[str, str] | None = None
+    ) -> tuple[list[Piece], dict[str, Any]]:
         """Return the tensors of this rank's state dict that a checkpoint stores, and other entries.
 
         Args:
             state: State dict of the module, with sharded tensors.
+            stored: What `stored_names` gave; None: each name is that of the same weight.
 
         Raises:
             CheckpointError: A tensor is sharded in an unknown way.
         """
-        named: dict[str, Tensor] = {}
-        values = {}
+        named, values = dict[str, Tensor](), {}
+        stored = self._canonical if stored is None else stored
         for name, value in state.items():
             if isinstance(value, Tensor):
-                named.setdefault(self._canonical.get(name, name), value)
+                named.setdefault(stored.get(name, name), value)
             else:
                 values[f"weights/{name}"] = value
         return _pieces(named), values
@@ -174,12 +176,12 @@ class StateMap:
                 n: UnreadTensor.of(e) if isinstance(e, StoredTensor) else e
                 for n, e in state.unread().items()
             }
-        # A file of safetensors holds a tied weight under one of its names.
+        # A file of safetensors has one name of a tied weight; of several torch loads the last one.
         for tied in self._tied.values():
             names = [name.removeprefix(prefix) for name in tied if name.startswith(prefix)]
-            source = next((name for name in names if name in given), None)
+            source = next((name for name in reversed(names) if name in given), None)
             if source is not None:
-                given.update({name: given[source] for name in names if name not in given})
+                given.update(dict.fromkeys(names, given[source]))
         return cast(dict[str, Any], given)
 
     @torch.no_grad()

@@ -38,16 +38,21 @@ def shown_checkpoint(
 
     **Communicates**: which states there are, over the ``pp`` axis.
     """
-    given = checkpoint.get(_WEIGHTS)
+    given, lent = checkpoint.get(_WEIGHTS), dict[str, Any]()
     if isinstance(given, dict):
         known = model.steps.reads.known
         for name, value in given.items():
             view.own(name, value)
+        # A stage that holds a tied weight has it under each of its names.
+        held = {known[name].name: value for name, value in given.items() if name in known}
+        others = [name for name in model.states.order if name in known and name not in given]
+        lent = {name: held[known[name].name] for name in others if known[name].name in held}
+        here = lent | given
         # In the order of one process; what only a hook has added comes last.
         shown = {
-            name: given[name] if name in given else view.absent(known[name])
+            name: here[name] if name in here else view.absent(known[name])
             for name in model.states.order
-            if name in given or name in known
+            if name in here or name in known
         }
         checkpoint[_WEIGHTS] = type(given)({**shown, **given})
     names, kept = list[list[list[str]]](), list[set[str]]()
@@ -55,15 +60,15 @@ def shown_checkpoint(
         if "error" in local:
             return (yield)
         members = model.states.names_in_groups(model.module, optimizers[index])
-        checkpoint[_OPTIMIZERS][index], here = _shown(optimizers[index], local, members)
+        checkpoint[_OPTIMIZERS][index], own_names = _shown(optimizers[index], local, members)
         names.append(members)
-        kept.append(here)
+        kept.append(own_names)
     try:
         yield
     finally:
         left = checkpoint.get(_WEIGHTS)
-        if isinstance(left, dict) and any(map(is_absent, left.values())):
-            own = {name: value for name, value in left.items() if not is_absent(value)}
+        if isinstance(left, dict) and (lent or any(map(is_absent, left.values()))):
+            own = {n: v for n, v in left.items() if n not in lent and not is_absent(v)}
             checkpoint[_WEIGHTS] = type(left)(own)
         named_states(checkpoint, names, lambda index, name: name in kept[index])
 

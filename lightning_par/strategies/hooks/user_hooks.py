@@ -348,9 +348,9 @@ class UserHooks:
                 states.load_weights(module, state_dict, strict=strict, place=place)
             start = f"{place}." if place else ""
             whole = [n.removeprefix(start) for n in states.order if n.startswith(start)]
-            known, given = {*whole, *(n.removeprefix(start) for n in states.aliases)}, {*state_dict}
+            given = {*state_dict}
             # As torch would say it of the whole module.
-            return _Keys([n for n in whole if n not in given], sorted(given - known))
+            return _Keys([n for n in whole if n not in given], sorted(given.difference(whole)))
 
         return load
 

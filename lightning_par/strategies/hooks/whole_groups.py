@@ -106,13 +106,11 @@ class WholeGroups:
         self._view, self._plain = view, list[Any]()
         self._found: list[dict[str, Any]] | None = None
 
-    def states(self) -> list[Tensor]:
-        """Return the tensors that the optimizers keep of the parameters that this rank holds."""
+    def states(self) -> list[tuple[Any, Tensor]]:
+        """Return the parameters that this rank holds, with each tensor that optimizers keep."""
         plain = self._plain or [optimizer.state for optimizer in self._optimizers]
-        kept = (state for states in plain for state in states.values())
-        return [
-            value for state in kept for value in tree_leaves(state) if isinstance(value, Tensor)
-        ]
+        kept = (item for states in plain for item in states.items())
+        return [(p, v) for p, state in kept for v in tree_leaves(state) if isinstance(v, Tensor)]
 
     def show(self) -> None:
         """List the parameters of all stages, and their states."""

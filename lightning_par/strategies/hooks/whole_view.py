@@ -277,7 +277,10 @@ class WholeView(TorchFunctionMode):
                 # For `nn.Parameter(w)`, which asks no mode, and gives the same memory.
                 if (memory := _marked(tensor)) is not tensor:
                     vars(memory)[_STAGE] = self._run, stage
-            self._held = {id(state): self.place for state in self._groups.states()}
+            # States of a parameter that all stages hold are of none, as it is itself.
+            stages = {id(p): owners.get(n) for n, p in named.items()}
+            states = ((s, stages.get(id(p), self.place)) for p, s in self._groups.states())
+            self._held = {id(s): stage for s, stage in states if stage is not None}
             self._held |= {id(tensor): stage for tensor, stage in of_stages}
         return self._held
 
