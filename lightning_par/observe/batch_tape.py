@@ -174,6 +174,9 @@ class BatchTape:
         if not self._is_open:
             return
         name = getattr(function, "__name__", "")
+        # `mask.to(losses)`: of a tensor that is not made of the batch only the dtype is used.
+        if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
+            function, args = Tensor.to, (args[0], args[1].dtype, *args[2:])
         target = written_by(name, args, kwargs)
         written = None if target is None else self._number_of(target)
         given = _tensors_in((args, kwargs))

@@ -237,7 +237,7 @@ class Masking(Undeclared):
     def loss(self, batch: Any) -> Tensor:
         tokens, labels = batch
         losses = F.cross_entropy(self.net(tokens).transpose(1, 2), labels, reduction="none")
-        mask = (labels % 3 != 0).to(losses.dtype)
+        mask = (labels % 3 != 0).to(losses)
         return (losses * mask).sum() / mask.sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
