@@ -29,9 +29,9 @@ from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
 from lightning_par.strategies.components.optimizer_forms import WholeOptimizer, with_parts
 from lightning_par.strategies.components.requeue import link_requeue_checkpoint
-from lightning_par.strategies.components.tied_names import stored_names
 from lightning_par.strategies.components.weight_averages import LocalWeights
 from lightning_par.strategies.hooks.shown_checkpoint import named_states
+from lightning_par.strategies.hooks.tied_names import stored_names
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.processes.shared_folders import checkpoint_folders

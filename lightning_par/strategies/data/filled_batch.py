@@ -1,23 +1,28 @@
-"""The batch of a replica that has no samples of the global one: it repeats one, which weighs 0."""
+"""The batch of a replica that has no samples of the global one: it repeats one, which weighs 0.
+
+Metrics learn nothing of it, neither by a step nor by a hook that gets the batch.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn, Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.step.batch_weights import BatchWeights
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.torchmetrics import (
     last_batch_value,
     set_last_batch_value,
     set_update_count,
 )
 
-__all__ = ["counting_nowhere", "log_nothing"]
+__all__ = ["counting_nowhere", "log_nothing", "updates_dropped"]
 
 
 @contextmanager
@@ -49,6 +54,42 @@ def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
     for metric, name, value in empty:
         if value is not None and not getattr(metric, name):
             setattr(metric, name, [value])
+
+
+@contextmanager
+def updates_dropped(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, what metrics, and collections of them, are given counts nowhere.
+
+    Each update is undone at once, as a hook may compute the metric right after it.
+
+    Args:
+        modules: They and others, perhaps several times.
+    """
+    kinds, every = (Metric, MetricCollection), (p for module in modules for p in module.modules())
+    parts = {id(part): part for part in every if isinstance(part, kinds)}
+    is_inner = False  # a call updates, and a collection updates its metrics
+
+    def dropping(part: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inner
+            if is_inner:
+                return original(*args, **kwargs)
+            is_inner = True
+            try:
+                with counting_nowhere(part, trains=True):
+                    return original(*args, **kwargs)
+            finally:
+                is_inner = False
+
+        return run
+
+    with ExitStack() as stack:
+        for part in parts.values():
+            for name in ("forward", "update"):
+                made = dropping(part, getattr(part, name))
+                stack.enter_context(replaced(part, name, made))
+        yield
 
 
 def _forget_value(metric: Metric) -> None:

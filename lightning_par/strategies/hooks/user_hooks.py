@@ -20,6 +20,8 @@ from torchmetrics import Metric
 
 from lightning_par.engine.wrapping import copy_refused
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.components.attribute_paths import entries_in
+from lightning_par.strategies.data.filled_batch import updates_dropped
 from lightning_par.strategies.hooks.joined_results import (
     JoinedResults,
     OF_RESULTS,
@@ -150,8 +152,18 @@ class UserHooks:
         weigher = model.steps.weigher
         self._results = JoinedResults(model.mesh, weigher, device, readers, alone)
 
+    def _drop_updates(self, stack: ExitStack, name: str) -> None:
+        """Until a stack is closed, let metrics learn nothing of a batch that repeats a sample."""
+        owners = self._model.module, *self._trainer.callbacks
+        if self._model.steps.repeats and any(self._is_user(owner, name) for owner in owners):
+            held = (value for owner in owners for _, value in entries_in(vars(owner), ()))
+            modules = [value for value in held if isinstance(value, nn.Module)]
+            stack.enter_context(updates_dropped([self._model.module, *modules]))
+
     def _with_results(self, stack: ExitStack, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of a hook, with what a step returned for the global batch."""
+        if name.endswith("_batch_end"):
+            self._drop_updates(stack, name)
         if name not in self._reading or not self._are_together():
             return args
         step = OF_RESULTS[name]

@@ -25,6 +25,7 @@ from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_c
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.processes.metric_groups import groups_by_code
 from lightning_par.upstream.functions import copied_function, diverted, replaced
 from lightning_par.upstream.torchmetrics import set_update_count
 
@@ -102,18 +103,23 @@ def _check_tokens(mesh: ParallelMesh, tensor: Tensor) -> None:
 @contextmanager
 def check_world_collectives(mesh: ParallelMesh, activity: Activity) -> Iterator[None]:
     """Inside, collectives of the user's code over all ranks are refused where they would count
-    samples several times, or would not be reached by all ranks. Metrics go over the replicas.
+    samples several times, or would not be reached by all ranks. Metrics go over the replicas, and
+    collections of them share states by `groups_by_code`.
 
     Args:
         mesh: Mesh of this run.
         activity: Tells whether a pipeline runs the user's step.
     """
     sizes = mesh.sizes
-    # Every rank is a replica: all collectives mean what they say.
-    if sizes.data == sizes.world_size:
+    if sizes.world_size == 1:
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(groups_by_code())
+        # Every rank is a replica: all collectives mean what they say.
+        if sizes.data == sizes.world_size:
+            yield
+            return
         stack.enter_context(replaced(Metric, "sync", _synced(Metric.sync, mesh, activity)))
         for name in (*_COUNTING, *_TOGETHER):
             function = getattr(dist.distributed_c10d, name)  # also while `dist` has another

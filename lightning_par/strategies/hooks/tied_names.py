@@ -35,14 +35,13 @@ def stored_names(
     if not groups:
         return {}
     named = dict(module.named_parameters(remove_duplicate=False))
-    held = [(name, names[0]) for names in groups for name in names if name in named]
-    weights = {_memory(named[name]): first for name, first in held}
-    own = {
-        name: _content(value, weights)
-        for names in groups
-        for name in names
-        if isinstance(value := state.get(name), Tensor)
-    }
+    own: dict[str, str] = {}
+    for names in groups:
+        values = {name: state[name] for name in names if isinstance(state.get(name), Tensor)}
+        weights = {_memory(named[name]) for name in names if name in named}
+        # Nobody has replaced them, as in most saves; else all are compared by their contents.
+        is_kept = all(_memory(value) in weights for value in values.values())
+        own |= {name: names[0] if is_kept else _content(name, v) for name, v in values.items()}
     told = [own]
     if dist.is_initialized():
         told = [own] * dist.get_world_size()
@@ -62,13 +61,11 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return part.data_ptr(), part.dtype, part.shape, part.stride()
 
 
-def _content(value: Tensor, weights: Mapping[tuple[Any, ...], str]) -> str:
+def _content(name: str, value: Tensor) -> str:
     """Describe what a rank stores of a tensor: equal texts, equal contents."""
     try:
-        if (weight := weights.get(_memory(value))) is not None:
-            return weight  # nobody has replaced it
         part = local_part(value).cpu().contiguous()
         bytes_of: Any = part.flatten().view(torch.uint8).numpy()
         return f"{local_box('', value)} of {value.shape}, {value.dtype}: {zlib.crc32(bytes_of)}"
     except Exception as error:  # the other ranks wait; it is told where the tensor is stored
-        return describe(error)
+        return f"{name}: {describe(error)}"
