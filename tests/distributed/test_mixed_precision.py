@@ -234,7 +234,7 @@ def taken_by_a_step(layout: str, world: int, *, again: bool) -> tuple[int, int, 
     module = GPTModule(overrides={"num_layers": 8, "model_dim": 128})
     with LiveBytes() as live, ExitStack() as stack:
         if not again:
-            stack.enter_context(replaced(block_wrapping, "cast_again", lambda *_: None))
+            stack.enter_context(replaced(block_wrapping, "cast_again", lambda *_, **__: None))
         seen, record = PeakOfBackward(live), Recorder()
         trainer = quiet_trainer(
             strategy=Hybrid3DStrategy(**options, num_microbatches=4 // replicas, verify=False),

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM
 
 from lightning_par import BatchLayout
 from tests.support.cures import Cures
@@ -349,14 +349,15 @@ def a_sum_of_the_largest_shape(cured: bool) -> Any:
 
 
 def documents(lengths: list[int]) -> Any:
-    """A model of transformers, and rows with documents of these lengths."""
+    """A model of transformers without a cache, and rows with documents of these lengths."""
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
-            sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-            self.model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+            sizes |= {"num_attention_heads": 2, "num_hidden_layers": 2}
+            sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+            self.model: Any = BertForMaskedLM(BertConfig(**sizes))
 
         def training_step(self, batch: Any, _: int) -> Tensor:
             loss: Tensor = self.model(**batch).loss
