@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     )
     from lightning_par.strategies.components.load_module import load_from_checkpoint
     from lightning_par.strategies.memory_estimate import memory_estimate
-    from lightning_par.verification import capture, compare, verify
+    from lightning_par.verification.loops import capture, compare
+    from lightning_par.verification.verify import verify
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
     _EXPORTS = {

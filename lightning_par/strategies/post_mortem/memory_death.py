@@ -23,7 +23,6 @@ import lightning.pytorch as pl
 import torch
 from torch import nn, Tensor
 
-from lightning_par import observe
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.memory.measured import (
     address_space,
@@ -52,6 +51,7 @@ _RESERVE = 32 * 2**20
 _GROWING = 3
 """Steps from which on memory that grows is a leak."""
 _PROOF = "verify="
+_OBSERVE = "lightning_par.observe."
 _logger = logging.getLogger(__name__)
 
 
@@ -294,7 +294,7 @@ class _Death:
             return "a checkpoint that is being saved", list(self._changes_of_saving())
         if (leak := self._leak(counted)) is not None:
             return leak
-        if self._frames[-1].f_globals.get("__name__", "").startswith(observe.__name__):
+        if self._frames[-1].f_globals.get("__name__", "").startswith(_OBSERVE):
             return "a copy of weights or buffers for the first look at the step", []
         if self._now.action == "optimizer step":
             new = ", which its first step makes" if self._now.step <= 0 else ""
