@@ -85,14 +85,14 @@ else:
         "TensorParallelStrategy": "strategies",
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
-        "capture": "verification",
+        "capture": "verification.loops",
         "check_plan": "plan.resolved_plan",
-        "compare": "verification",
+        "compare": "verification.loops",
         "memory_estimate": "strategies.memory_estimate",
         "linear_cross_entropy": "engine.tensor.chunked_logits",
         "load_from_checkpoint": "strategies.components.load_module",
         "infer_plan": "inference.infer",
-        "verify": "verification",
+        "verify": "verification.verify",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "optimizers", "strategies", "verification")
 
