@@ -79,8 +79,17 @@ class Limit(Callback):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
+def fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any) -> str:
+    """Train; return what a lack of memory says, or nothing if all steps have run."""
+    try:
+        trainer.fit(module, data)
+    except OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
 def run(rank: int, world: int, folder: str, death: str, change: str) -> str:
-    """Train under the limit of a death; return what it says, or nothing if all steps have run."""
+    """Train under the limit of a death, with a change."""
     callbacks: list[Callback] = [Limit(ROOM[death])]
     batch, accumulated, sizes = 8, 1, dict(SIZES[death])
     strategy: dict[str, Any] = {"async_save": True} if death == "save" else {}
@@ -110,12 +119,7 @@ def run(rank: int, world: int, folder: str, death: str, change: str) -> str:
         accumulate_grad_batches=accumulated,
     )
     data = TextDataModule(length=TOKENS.get(death, 512), batch_size=batch)
-    said = ""
-    try:
-        trainer.fit(made(preset="tiny", overrides=sizes), data)
-    except OutOfMemoryError as error:
-        said = str(error)
-    return said
+    return fit(trainer, made(preset="tiny", overrides=sizes), data)
 
 
 def died(folder: Path, death: str, world: int = 1) -> tuple[str, PostMortem]:
@@ -185,12 +189,7 @@ def run_wide(rank: int, world: int, folder: str, batch: int, accumulated: int) -
         callbacks=[Limit(280)],
         accumulate_grad_batches=accumulated,
     )
-    said = ""
-    try:
-        trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(32_000, 256)), batch))
-    except OutOfMemoryError as error:
-        said = str(error)
-    return said
+    return fit(trainer, Wide(), DataLoader(TensorDataset(torch.randn(32_000, 256)), batch))
 
 
 def test_a_step_is_traced_where_no_configuration_tells_the_sizes(tmp_path: Path) -> None:
@@ -237,11 +236,7 @@ def run_words(rank: int, world: int, folder: str, chunked: bool) -> str:
         callbacks=[Limit(700)],
     )
     data = DataLoader(TensorDataset(torch.randint(64, (16, 512))), 8)
-    try:
-        trainer.fit(Words(chunked=chunked), data)
-    except OutOfMemoryError as error:
-        return str(error)
-    return ""
+    return fit(trainer, Words(chunked=chunked), data)
 
 
 def test_logits_of_a_model_of_ones_own_are_named_and_a_chunked_loss_fits(tmp_path: Path) -> None:
@@ -286,16 +281,11 @@ def run_frozen(rank: int, world: int, folder: str, late: bool) -> str:
         callbacks=[(LimitOfOne if late else Limit)(ROOM["logits"])],
     )
     module = Frozen(preset="tiny", overrides=SIZES["logits"])
-    said = ""
     with ExitStack() as stack:
         stack.enter_context(patch.object(block_trace, "run_forked", side_effect=AssertionError))
         if late:
             stack.enter_context(patch.object(memory_death, "forecast_step", explained_late))
-        try:
-            trainer.fit(module, TextDataModule(length=512, batch_size=16))
-        except OutOfMemoryError as error:
-            said = str(error)
-    return said
+        return fit(trainer, module, TextDataModule(length=512, batch_size=16))
 
 
 def test_one_of_several_ranks_traces_no_step_in_a_fork(tmp_path: Path) -> None:
