@@ -225,9 +225,11 @@ class _PackedRows:
         **Communicates**: one all-gather of the positions over the axis, if the batch is packed.
         """
         self._axis.documents = ()
+        if not self._is_packed:
+            return
         given = self._signature.bind_partial(*args, **kwargs).arguments
         positions = given.get("position_ids")
-        if not self._is_packed or positions is None:
+        if positions is None:
             return
         uses_cache = given.get("use_cache", self._uses_cache)
         if self._uses_cache is None or (uses_cache and self._takes_positions):
@@ -241,9 +243,7 @@ class _PackedRows:
             )
         # Beside a cache, transformers does not look for documents.
         if not uses_cache:
-            assert self._axis.layout is not None
-            whole = self._axis.gather_tensor(positions, 1)[:, : self._axis.layout.length]
-            self._axis.documents = _documents(whole)
+            self._axis.documents = _documents(self._axis.gather_tensor(positions, 1))
 
 
 def _documents(positions: Tensor) -> list[tuple[int, ...]]:

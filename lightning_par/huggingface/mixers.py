@@ -63,16 +63,12 @@ class WholeSequences:
         """
         self._padding = None
         if self.is_used and mask is not None and mask.ndim == 2:
-            self._padding = self._gather(mask)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        assert self._axis.layout is not None
-        return self._axis.gather_tensor(x, 1).narrow(1, 0, self._axis.layout.length)
+            self._padding = self._axis.gather_tensor(mask, 1)
 
     def _widen(self, x: Any) -> Any:
         # [B, t, D], or [1, t] as positions.
         assert self._axis.layout is not None
-        return self._gather(x) if _has_length(x, self._axis.layout.local) else x
+        return self._axis.gather_tensor(x, 1) if _has_length(x, self._axis.layout.local) else x
 
     def _narrow(self, x: Any) -> Any:
         assert self._axis.layout is not None

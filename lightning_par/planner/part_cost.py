@@ -275,15 +275,15 @@ class _PartCost:
         part, clock, ranks = self._part, self._clock, self._layout.sizes.tensor
         if ranks == 1:
             return 0.0
-        width = self._code.activation_bytes * self._samples
         # What enters divided layers, and its gradient; what leaves them, and its gradient.
-        enters, leaves = self._code.stream_bytes * self._samples, width
+        enters = self._code.stream_bytes * self._samples
+        leaves = self._code.activation_bytes * self._samples
 
         def collectives(kind: Collective, width: float, words: float, count: int) -> float:
             each = (width * words / count, ranks, self._costs._inside) if count else None
             return count * clock.collective(kind, *each) if each else 0.0
 
-        seconds = collectives("all_gather", width, part.gathered, part.gathers)
+        seconds = collectives("all_gather", leaves, part.gathered, part.gathers)
         # One sum of hidden states: all-reduce, or with sequence parallelism its two halves apart.
         if not self._layout.sequence_parallel:
             summed = enters if backward else leaves
@@ -295,7 +295,7 @@ class _PartCost:
             if clock.device.runs_eagerly:
                 # Ranks cut the dim of tokens: the parts are joined before or after by a copy.
                 words = part.gathered + 2 * part.summed
-                seconds += clock.eager(2 * width * words, 2 * part.sums)
+                seconds += clock.eager(2 * leaves * words, 2 * part.sums)
         if not self._is_block:
             return seconds
         if backward and self._code.async_tensor:

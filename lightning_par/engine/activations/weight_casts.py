@@ -101,6 +101,9 @@ class _Casts:
 
     def save(self, pack: Callable[[Tensor], Any], tensor: Tensor, source: Any) -> Any:
         """Save a cast of an activation, or what was saved of an equal one."""
+        # A cast of the user's may have been written to.
+        if not self.shares or count_of_changes(tensor):
+            return pack(tensor)
         view = tensor.size(), tensor.stride(), tensor.storage_offset()
         key = source, tensor.dtype, tensor.device, view
         if key not in self.saved:
@@ -177,9 +180,7 @@ def _pack(casts: _Casts, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     if leaf is not None and leaf.name() == TO_LOCAL_NODE:
         leaf = leaf.next_functions[0][0]
     if leaf is not None and leaf.name() != _LEAF:
-        # A cast of the user's may have been written to.
-        shares = casts.shares and not count_of_changes(tensor)
-        return casts.save(pack, tensor, source) if shares else pack(tensor)
+        return casts.save(pack, tensor, source)
     if leaf is None or not casts.weights:
         return pack(tensor)
     local = local_part(leaf.variable)

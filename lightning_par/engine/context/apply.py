@@ -74,12 +74,12 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
         )
     raise_problems(PlanError, "LP205", problems)
     # After the problems of the plan: it names modules, which may not be there.
-    _positions_of(model, plan.positions or {})
+    _check_positions(model, plan.positions or {})
 
 
-def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """Return FQN -> keyword for every module that takes positions."""
-    modules, found, problems = dict(model.named_modules()), dict[str, str](), list[str]()
+def _check_positions(model: nn.Module, patterns: Mapping[str, str]) -> None:
+    """Raise if a module that a plan names for positions is not there, or takes none."""
+    modules, problems = dict(model.named_modules()), list[str]()
     for pattern, keyword in patterns.items():
         hits = [name for name in modules if name == pattern or match_pattern(pattern, name)]
         if not hits:
@@ -92,9 +92,7 @@ def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, st
                     f"ParallelPlan(positions=...): the forward of {name or type(model).__name__} "
                     f"has no argument {keyword!r}. Its arguments are {', '.join(takes)}."
                 )
-            found[name] = keyword
     raise_problems(PlanError, "LP203", problems)
-    return found
 
 
 def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1) -> SequenceShard:
@@ -153,11 +151,9 @@ def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: Seque
     # The parent of what is summed computes the sum: its operations along T are allowed.
     added = sorted({name.rpartition(".")[0] for name in summed})
     intercept_attention(blocks, axis, map(model.get_submodule, added))
-    for name, module in model.named_modules():
-        for pattern, keyword in (resolved.plan.positions or {}).items():
-            is_named = name == pattern or match_pattern(pattern, name)
-            if is_named and not isinstance(module, StageStub):  # of another stage
-                _give_positions(module, keyword, axis)
+    for pattern, keyword in (resolved.plan.positions or {}).items():
+        for module in matching_modules(model, [pattern]).values():
+            _give_positions(module, keyword, axis)
 
 
 def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> None:

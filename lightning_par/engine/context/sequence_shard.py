@@ -154,7 +154,7 @@ class SequenceShard:
         return torch.cat(chunks, dim)
 
     def gather_tensor(self, shard: Tensor, dim: int) -> Tensor:
-        """Return the whole of a tensor of which every rank has its tokens, with their padding.
+        """Return the whole of a tensor of which every rank has its tokens: T entries in `dim`.
 
         Args:
             shard: t entries in `dim`.
@@ -170,7 +170,8 @@ class SequenceShard:
             for a, b in self.layout.of_rank(rank):
                 chunks[a] = part.narrow(dim, at, b - a)
                 at += b - a
-        return torch.cat([chunks[a] for a in sorted(chunks)], dim)
+        joined = torch.cat([chunks[a] for a in sorted(chunks)], dim)
+        return joined.narrow(dim, 0, self.layout.length)  # without padding
 
     def attend(
         self,
